@@ -71,8 +71,8 @@ class FinetuneRunConfig:
 def run_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune run`: train and evaluate a model, and print its scores.
 
-    If the output folder has its results, training is skipped, except for --save-model. The exit
-    code is 1 if the run failed, now or earlier; then only --retry-failed repeats it.
+    If the output folder has the results of this run, training is skipped, except for --save-model.
+    The exit code is 1 if the run failed, now or earlier; then only --retry-failed repeats it.
     """
     silence_libraries()
     settings = flags.parse_with_config(

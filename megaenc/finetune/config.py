@@ -118,7 +118,8 @@ class FinetuneConfig:
     def normalize_special_tokens(self) -> Self:
         """Return a copy with add_bos and add_eos in place of an equal `special_tokens`.
 
-        Results of earlier versions have these fields.
+        Both are True or False in the copy if one is given, or if `special_tokens` is "eod" or
+        "none". "template" and "" stay. Results of earlier versions have these fields.
         """
         if self.adds_named_tokens:
             return replace(self, add_bos=bool(self.add_bos), add_eos=self.add_eos is not False)
@@ -135,5 +136,8 @@ class FinetuneConfig:
 
 
 def format_learning_rate(rate: float) -> str:
-    """Return a learning rate in scientific notation, exact and shortest: 2e-05."""
+    """Return a learning rate in scientific notation, exact and shortest: 2e-05.
+
+    The rate must be finite.
+    """
     return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)

@@ -40,7 +40,7 @@ SplitName: TypeAlias = Literal["train", "validation", "test"]
 class LabelledText:
     """Text or pair of texts with an id and the index of its label.
 
-    A pair that a template joins is one text.
+    A pair that a template joins is one text: `text_pair` is None.
     """
 
     id: str
@@ -65,7 +65,7 @@ class TaggedWords:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer span in a context: its text and its character offset `start`."""
+    """Answer span in a context: its text and its character offset `start`, from 0."""
 
     text: str
     start: int
@@ -103,7 +103,7 @@ class RetrievalExamples:
     queries: dict[str, str]
     documents: dict[str, str]
     relevant: dict[str, dict[str, int]]
-    """Grades above 0 by query and document, which may not be in `documents`."""
+    """Grades above 0 by query id, then by document id. A document may be missing in `documents`."""
     ignore_identical_ids: bool = False
     """True to rank as BEIR does, without the document that has the query's id."""
 
@@ -122,7 +122,7 @@ class DataUnavailable(OSError):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Labelled data set: family, labels, fingerprints and a reader of its splits."""
+    """Labelled data set: task family, labels, fingerprints and a reader of its splits."""
 
     name: str
     """Name of the data set and of its folder in results."""
@@ -149,6 +149,7 @@ class Dataset:
 
         Raises:
             InputError: The split is missing or empty, or a row is invalid.
+            DataUnavailable: A download failed for a temporary reason (data sets of HUB_DATASETS).
         """
         examples = self.read_split(name)
         if not (examples.relevant if isinstance(examples, RetrievalExamples) else examples):
@@ -175,7 +176,7 @@ def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return random row indices for training and validation, always the same.
 
     The study's rule for data sets without a third split: train_test_split(train_size=0.95, seed=42)
-    of `datasets`, in its order.
+    of `datasets`, in its order. A single row validates.
 
     Returns:
         int64 indices for training, 95 % of `count` rounded down, and those for validation, the
@@ -187,10 +188,12 @@ def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def format_too_few_error(count: int, noun: str, file: str) -> str:
-    """Return the error text that `count` examples are too few to split.
+    """Return the error text, without location, that `count` examples are too few.
+
+    Too few examples cannot be split into training and validation.
 
     Args:
-        noun: Word for the examples.
+        noun: Word for the examples, in the plural.
         file: Name of the file that would make the split unnecessary.
     """
     return (
@@ -202,7 +205,8 @@ def format_too_few_error(count: int, noun: str, file: str) -> str:
 def choose_validation_queries(query_ids: list[str]) -> set[str]:
     """Return a random half of the query ids for validation, always the same.
 
-    This is the study's rule for NQ.
+    This is the study's rule for NQ. The order of the ids has no effect. Half of an odd number is
+    rounded to the even neighbour: 2 of 3, 2 of 5.
     """
     ordered = sorted(query_ids)
     order = np.random.default_rng(_VALIDATION_SEED).permutation(len(ordered))

@@ -52,7 +52,10 @@ class FillMaskConfig:
 
 @dataclass(frozen=True)
 class MaskScore:
-    """Accuracy and loss on masked tokens, and the most frequent token's accuracy."""
+    """Accuracy and loss on masked tokens, and the most frequent token's accuracy.
+
+    Accuracies are fractions of the `token_count` masked tokens that were scored.
+    """
 
     token_count: int
     accuracy: float
@@ -74,9 +77,10 @@ class MaskedSentence:
 def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
     """Return a folder's masked language model and tokenizer.
 
-    The model is float32, in eval mode and on the default device. A decoder with bidirectional
-    attention (`is_causal_decoder`) is accepted. Logits that stand before their tokens
-    (`prediction_shift` in config.json) are shifted; tokens too near the start get equal logits.
+    The model is float32, in eval mode and on the machine's accelerator, if there is one. A decoder
+    with bidirectional attention (`is_causal_decoder`) is accepted. Logits that stand before their
+    tokens (`prediction_shift` in config.json) are shifted; tokens too near the start get equal
+    logits.
 
     Raises:
         InputError: The folder holds no masked language model with a mask token.
@@ -116,12 +120,13 @@ def compute_mask_score(
     into windows. The first token of a window is not scored. The masks are the same in every call.
 
     Args:
+        texts: Documents, one a text.
         mask: Fraction of the tokens to mask, as in MLM.
-        limit: Number of tokens to read from the start of `texts`.
+        limit: Number of tokens to read from the start of `texts`, special tokens included.
         seq_length: Maximum tokens of a window (see `choose_window_length`).
 
     Raises:
-        InputError: No token can be masked.
+        InputError: No token can be masked, or the model reads fewer tokens than `seq_length`.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -179,9 +184,10 @@ def compute_mask_score(
 def choose_window_length(
     seq_length: int, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast"
 ) -> int:
-    """Return the window length of --seq-length.
+    """Return the window length in tokens of --seq-length.
 
-    The length for 0 is the most tokens that both model and tokenizer read.
+    The length for 0 is the most tokens that both model and tokenizer read. Another length is not
+    compared with the tokenizer's maximum.
 
     Raises:
         InputError: The model reads fewer tokens.
@@ -232,7 +238,8 @@ def choose_masked_sentences(
 ) -> list[MaskedSentence]:
     """Return at most `count` sentences with one masked content word, by a fixed seed.
 
-    The sentences are of different documents. The masked word is one token.
+    The sentences are English, have 8 to 25 words, and are of different documents, in the order of
+    `texts`, which is read to its end. The masked word is one token.
     """
     sentences = []
     function_words = _FUNCTION_WORDS.split()
@@ -257,12 +264,14 @@ def predict_masked_words(
     """Return the three most likely guesses of each sentence's masked word, best first.
 
     Unlike transformers' fill-mask pipeline, it accepts decoders. Predictions are read at the mask.
+    The length of a sentence is not checked.
 
     Args:
         model: Model from `load_masked_lm`, which moves shifted predictions (MNTP) to their tokens.
 
     Returns:
-        (token text without spaces around it, probability from 0 to 1) pairs for each sentence.
+        (token text without spaces around it, probability from 0 to 1) pairs for each sentence. A
+        blank token is shown as its `repr`.
     """
     import torch
 
@@ -291,6 +300,9 @@ def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, f
     """Return rich's Table of sentences with a gap, masked words and guesses.
 
     Each sentence has a row. Correct guesses are marked.
+
+    Args:
+        guesses: Result of `predict_masked_words` for the sentences.
     """
     from rich import box
     from rich.table import Table
@@ -318,9 +330,10 @@ def print_surest(
 ) -> None:
     """Print the sentences with the most probable first guesses, and the accuracy.
 
-    The accuracy is over all sentences.
+    The accuracy is that of first guesses over all sentences. Without sentences nothing is printed.
 
     Args:
+        guesses: Result of `predict_masked_words` for the sentences.
         count: Number of sentences to print.
     """
     if not sentences:

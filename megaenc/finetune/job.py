@@ -16,7 +16,7 @@ TOKENIZED_CACHE = ".tokenised"
 class NamedSource:
     """Name of a job's model or data set in results, and its location.
 
-    The location is a folder, or an argument of `find_dataset`.
+    The location is the folder of a model, or a data set's argument of `find_dataset`.
     """
 
     name: str
@@ -61,8 +61,8 @@ class FinetuneJob:
     data: DatasetConfig
     fingerprints: Fingerprints
     keep: Literal["none", "best", "all"] = "none"
-    """Rule for writing the model to its results: never, if its validation score is the best of its
-    data set, or always."""
+    """Rule for writing the model to its results: never, if its validation score is the best of all
+    learning rates and seeds of its model and data set, or always."""
     save_model: str = ""
     """Folder to write the model to, or ""."""
 
@@ -87,11 +87,13 @@ class FinetuneJob:
 class RunProgress:
     """Progress of a run in its stage, and fields to display.
 
-    `done` of `total` work is finished in the stage; `total` is 0 if unknown.
+    `done` of `total` work is finished: steps of training, or texts of the part that is tokenized or
+    evaluated, so that `done` falls back at the next part. `total` is 0 if unknown.
     """
 
     stage: Literal["loading", "training", "validation", "test"]
-    """Stages in order; retrieval repeats the last two for each evaluation set."""
+    """Stages in order; retrieval repeats the last two for each evaluation set. Evaluations between
+    steps belong to training; a validation that is known from them is skipped."""
     done: float = 0
     total: float = 0
     fields: Mapping[str, float | str] = field(default_factory=dict)

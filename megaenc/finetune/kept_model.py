@@ -52,7 +52,10 @@ _MAX_CHECKED_TOKENS = 2048
 
 
 def padding_id(tokenizer: Any) -> int | None:
-    """Return the id of a tokenizer's padding token, or without one of its end token."""
+    """Return the id of a tokenizer's padding token, or without one of its end token.
+
+    Without either the result is None.
+    """
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
@@ -63,6 +66,7 @@ def write_trained_tokenizer(
 
     Args:
         tokenizer: Is changed.
+        max_length: Maximum tokens of a text, special tokens included.
         model_type: Of the config next to it.
         options: Fields of tokenizer_config.json.
     """
@@ -83,13 +87,13 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> tuple[Backbone, NativeHead | None]:
-    """Return a job's backbone, and its head if it is transformers' own.
+    """Return a job's backbone, and its head if it is transformers' own, else None.
 
     A class of transformers must compute the same outputs as the untrained model, with a native head
     always, else if the model is kept.
 
     Raises:
-        InputError: The model cannot be exported to Hugging Face as the job requires.
+        InputError: The model cannot be loaded, or not exported to Hugging Face as the job requires.
     """
     padding = padding_id(tokenizer)
     folder = job.model.location
@@ -132,6 +136,9 @@ def check_same_model(
     hf_model: Any, task: FinetuneTask, model: TaskModel, texts: PackedTexts
 ) -> None:
     """Check that a transformers model has the outputs of `model` on `texts`.
+
+    Outputs are token states in retrieval, else logits. `hf_model` is moved to the device of
+    `model`.
 
     Raises:
         InputError: Outputs differ.
@@ -183,10 +190,19 @@ class ModelKeeper:
     ) -> None:
         """Write the float32 `model` if the job keeps it, then the run's results.
 
+        If the job keeps the best model, the results folder gets only one with the best validation
+        score of all results so far of its model and data set (of equal ones that with the smaller
+        rate, then the smaller seed), and kept models of the other runs are removed.
+
         Args:
             data: The test split.
-            evaluate: Function that returns the scores of the float32 model.
-            results: The results on all data sets, that on this one first.
+            evaluate: Function that returns the scores of the float32 model by split, called only if
+                a model is written.
+            results: The results on all data sets. The first one decides whether the model is best,
+                and its folder gets the model.
+
+        Raises:
+            InputError: transformers computes other outputs; no results are written.
         """
         job = self.job
         result = results[0]
@@ -393,7 +409,7 @@ class ModelKeeper:
 
 
 def needs_spaced_words(tokenizer: Any) -> bool:
-    """Return whether split words need a space before each but the first.
+    """Return whether words given one by one need a space before each but the first.
 
     transformers tokenizes each of split words by itself. SentencePiece adds a space to each,
     WordPiece knows none, but to byte-level BPE a word without one is another word. Spaces are

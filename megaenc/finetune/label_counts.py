@@ -15,11 +15,15 @@ def describe_label_counts(
 ) -> list[str]:
     """Return lines about imbalanced, absent and unseen labels; none if there are none.
 
-    One line is about labels that are imbalanced or absent, another about labels of the evaluation
-    splits that train lacks. The tag O is not compared with other classes.
+    One line is about labels that are imbalanced (the most frequent has over 5 times the examples of
+    the rarest in train) or absent, another about labels of the evaluation splits that train lacks.
+    The tag O is not compared with other classes.
 
     Args:
-        counts: int64[labels] of train, validation and test.
+        name: Name of the data set, the start of each line.
+        labels: Label names in the order of their indices.
+        counts: Number of texts or words of each label, int64[labels], by split: train, validation
+            and test.
     """
     train = counts["train"]
     test = counts["test"]

@@ -31,7 +31,10 @@ class AdamWHyperparameters(Protocol):
 
 
 def count_training_steps(epochs: float, max_steps: int, steps_per_epoch: int) -> int:
-    """Return the number of steps of `epochs` epochs, at most `max_steps` (0: any)."""
+    """Return the number of steps of `epochs` epochs, at most `max_steps` (0: any).
+
+    A fraction of a step is rounded up.
+    """
     steps = math.ceil(epochs * steps_per_epoch)
     return min(max_steps or steps, steps)
 
@@ -53,8 +56,13 @@ class MasterWeightOptimizer:
     """AdamW with warmup, linear decay, clipping and float32 master weights.
 
     16-bit parameters have master weights. Precision paper-bf16 has none: its optimizer state is
-    16-bit too. A master weight starts from the parameter's attribute `unrounded`, if it exists (see
-    `megaenc.finetune.model.load`). Gradients of several backward passes add up.
+    16-bit too. A master weight starts from the parameter's attribute `unrounded`, which is removed,
+    if it exists (see `megaenc.finetune.model.load`). Gradients of several backward passes add up.
+    Parameters that do not require gradients are left out.
+
+    Args:
+        learning_rate: Peak learning rate.
+        steps: Number of steps of the schedule, after which the learning rate is 0.
     """
 
     def __init__(
@@ -100,7 +108,10 @@ class MasterWeightOptimizer:
         parameter.grad = None
 
     def get_masters(self) -> dict[nn.Parameter, Tensor]:
-        """Return the float32 master weight of each 16-bit parameter that has one."""
+        """Return the float32 master weight of each 16-bit parameter that has one.
+
+        The tensors are the optimizer's own, not copies.
+        """
         return {
             parameter: master
             for parameter, master in self._masters.items()
@@ -110,7 +121,7 @@ class MasterWeightOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return weights, AdamW's moments and the schedule, for `load_state_dict`.
 
-        The weights of 16-bit parameters are their master weights.
+        The weights of 16-bit parameters are their master weights. Tensors are not copied.
         """
         weights = [master.detach() for master in self._masters.values()]
         return {
@@ -139,7 +150,7 @@ class MasterWeightOptimizer:
         return self._schedule.get_last_lr()[0]
 
     def all_reduce_gradients(self) -> None:
-        """Replace each gradient by its sum over all ranks.
+        """Replace each gradient by its sum over all ranks, which call this together.
 
         A gradient that only other ranks have counts as 0 on this rank.
         """

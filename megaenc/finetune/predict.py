@@ -223,11 +223,20 @@ def predict(
 ) -> list[dict[str, Any]]:
     """Return the predictions of the kept model in `folder` for `examples`.
 
+    Progress and the number of cut texts are printed.
+
     Args:
-        all_scores: Add the probability of every label to that of a text or pair.
+        family: Task family of the model; IR is not supported.
+        all_scores: Add the probability of every label to that of a text or pair; without effect
+            except in SC.
 
     Returns:
-        For each example its label and probability, tags, or answer.
+        A dict for each example, in order: {"label", "score"} in SC, with the probability from 0 to
+        1 rounded to 6 digits, and {"scores"} of all labels by name; {"tags"}, a name per word, in
+        TC; {"answer"}, empty if there is none, in QA.
+
+    Raises:
+        InputError: The folder holds no complete model of the family, or a row cannot be tokenized.
     """
     import torch
 

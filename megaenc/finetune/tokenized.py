@@ -90,7 +90,7 @@ def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np
 def choose_special_tokens(
     tokenizer: "PreTrainedTokenizerFast", protocol: FinetuneConfig
 ) -> SpecialTokens:
-    """Return the special tokens around each text.
+    """Return the special tokens that `protocol` puts around each text.
 
     Raises:
         InputError: The tokenizer lacks one that a flag requires.
@@ -125,7 +125,7 @@ def _find_token(tokenizer: "PreTrainedTokenizerFast", role: str, instead: str) -
 def resolve_protocol(
     protocol: FinetuneConfig, tokenizer: "PreTrainedTokenizerFast"
 ) -> FinetuneConfig:
-    """Return `protocol` with the default special tokens of the tokenizer.
+    """Return `protocol`, which names no special tokens, with those of the tokenizer.
 
     A template of only an EOS is recorded as --add-eos, as in results of earlier versions.
     """
@@ -169,7 +169,7 @@ class TextEncoder:
 
     @cached_property
     def cache_key(self) -> dict[str, Any]:
-        """Return the values that determine a text's tokens, by name."""
+        """Return the values that determine a text's tokens, by name, as JSON values."""
         rule = {"max_length": self.max_length, "special_tokens": self.special_tokens.to_json()}
         return {
             "format": _CACHE_FORMAT,
@@ -198,7 +198,7 @@ class TextEncoder:
         return np.concatenate([before, values[: self.max_text_tokens], after]).astype(np.int32)
 
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> TokenizedTexts:
-        """Return `texts`, tokenized, cut and with special tokens.
+        """Return `texts`, tokenized, cut and with special tokens, in order.
 
         A pair of texts has the special tokens of the tokenizer's own pairs; the longer text is cut
         first.
@@ -267,12 +267,12 @@ class TextEncoder:
         return backend
 
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield each text's token ids and character ranges, uncut, without BOS or EOS.
+        """Yield each text's token ids and character ranges, uncut, without special tokens.
 
         Characters are those of the text as `replace_surrogates` gives it.
 
         Yields:
-            Token ids, int32[tokens], and (start, end), int32[tokens, 2].
+            Token ids, int32[tokens], and (start, end), end excluded, int32[tokens, 2].
         """
         for start in range(0, len(texts), _TEXTS_PER_BATCH):
             self.progress(start, len(texts))
@@ -301,6 +301,7 @@ def _copy_plain(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
 
 
 TokenizedSplit = TokenizedTexts | dict[str, TokenizedTexts]
+"""Tokenized texts of a split; in retrieval two, by name: "queries" and "documents"."""
 
 
 def load_or_compute(
@@ -309,10 +310,13 @@ def load_or_compute(
     compute: Callable[[], TokenizedSplit],
     on_wait: Callable[[], None] = lambda: None,
 ) -> TokenizedSplit:
-    """Return the split cached under `key`, or compute and cache it.
+    """Return the split cached under `key` in `folder`, or compute and cache it.
 
     Files are written atomically; an unreadable one is recomputed. Of several processes one
     computes; the others wait and call `on_wait` five times a second.
+
+    Args:
+        key: JSON object of everything that determines the split.
 
     Raises:
         InputError: The cache cannot be written.

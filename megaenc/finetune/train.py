@@ -53,13 +53,16 @@ _DTYPES = {"bf16": torch.bfloat16, "paper-bf16": torch.bfloat16, "fp32": torch.f
 def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progress: None) -> bool:
     """Train a model, evaluate it, and write its result files.
 
-    Result files are a deterministic function of `job`. A run with a NaN or inf writes failed.json.
+    Result files are a deterministic function of `job`. The caller holds the run's lock
+    (`try_lock_run`). A run with a NaN or inf writes failed.json for the data sets without a result;
+    results on data sets evaluated before are written.
 
     Returns:
         True, or False at a NaN or inf.
 
     Raises:
         InputError: The model or a data set is unusable.
+        DataUnavailable: A download failed for a temporary reason.
     """
     run = FinetuneRun(job, report)
     results: list[DatasetResult] = []
@@ -83,7 +86,10 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
 
 
 class RunFailure(ArithmeticError):
-    """Error that a loss, a gradient norm or a prediction of a run is NaN or inf."""
+    """Error that a loss, a gradient norm or a prediction of a run is NaN or inf.
+
+    `step` is the training step, from 1, in or after which the value occurred.
+    """
 
     def __init__(self, reason: str, step: int) -> None:
         super().__init__(reason)
@@ -102,13 +108,17 @@ class HeldOutData:
 
 
 class FinetuneRun:
-    """Run of a job: training, evaluation, and the model that it keeps."""
+    """Run of a job: training, evaluation, and the model that it keeps.
+
+    Call `train` once, then `evaluate` for each of `held_out`, then `keep` if `keeper` is not None.
+    """
 
     def __init__(self, job: FinetuneJob, report: ProgressCallback) -> None:
         """Load data and model of `job`.
 
         Raises:
             InputError: The model or a data set is unusable.
+            DataUnavailable: A download failed for a temporary reason.
         """
         self.job = job
         self.report = _ProgressReporter(report)
@@ -250,6 +260,8 @@ class FinetuneRun:
     def evaluate(self, held_out: HeldOutData) -> DatasetResult:
         """Return the result on a data set, with its best weights if they are used.
 
+        The model keeps these weights. Nothing is written.
+
         Raises:
             RunFailure: A prediction is NaN or inf.
         """
@@ -295,7 +307,13 @@ class FinetuneRun:
         return scores
 
     def keep(self, results: Sequence[DatasetResult]) -> None:
-        """Keep the model in float32, if the job asks for it, and write the results."""
+        """Write the model in float32 if the job asks for it, and the results.
+
+        The model is converted to float32. A run without `keeper` must not call this.
+
+        Args:
+            results: Results of `evaluate` in the order of `held_out`.
+        """
         first = self.held_out[0]
         for parameter in self.model.parameters():
             parameter.data = self.masters.get(parameter, parameter.data).to(
@@ -358,7 +376,7 @@ def _print_steps(train_on: str, protocol: FinetuneConfig, steps: int, steps_per_
 def iterate_batches(seed: int, examples: int, batch_size: int, steps: int) -> Iterator[np.ndarray]:
     """Yield the example indices of each batch, reshuffled by `seed` every epoch.
 
-    There are `steps` batches, int64[<= batch_size].
+    There are `steps` batches, int64[<= batch_size]; the last batch of an epoch may be smaller.
     """
     steps_per_epoch = math.ceil(examples / batch_size)
     for step in range(steps):
@@ -413,7 +431,10 @@ class SplitLoader:
     def load_evaluation(
         self, task: FinetuneTask, split: SplitName
     ) -> tuple[TokenizedSplit, Examples]:
-        """Return the tokens and the examples of the validation or test split."""
+        """Return the tokens and the examples of the validation or test split.
+
+        Examples are always read, tokens come from the cache on disk if they are there.
+        """
         examples = task.dataset.load_split(split)
         if not isinstance(examples, RetrievalExamples):
             return self._load_examples(task, examples, split), examples
@@ -460,11 +481,12 @@ class SplitLoader:
 
 
 def make_deterministic(threads: int, *, kernels: bool = True) -> None:
-    """Set torch's threads and deterministic GPU kernels.
+    """Set torch's threads and deterministic GPU kernels, for the whole process.
 
-    Equal runs on a machine then give equal bits.
+    Equal runs on a machine then give equal bits. Call it before the first use of cuBLAS.
 
     Args:
+        threads: CPU threads of an operation.
         kernels: Whether to use deterministic kernels.
     """
     torch.set_num_threads(threads)
@@ -480,7 +502,7 @@ def make_deterministic(threads: int, *, kernels: bool = True) -> None:
 
 
 def hash_weights(model: torch.nn.Module) -> str:
-    """Return the hexadecimal SHA-256 of the bytes of all weights of `model`."""
+    """Return the hexadecimal SHA-256 of the bytes of all parameters of `model`."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

@@ -33,7 +33,11 @@ class ValidationHistory:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether early stopping has ended the training for this data set."""
+        """Return whether early stopping has ended the training for this data set.
+
+        It has after `early_stopping` evaluations without a better score than that of `step`; 0:
+        never.
+        """
         later = [step for step, _ in self.evaluations if step > self.step]
         return 0 < self.protocol.early_stopping <= len(later)
 
@@ -47,7 +51,7 @@ class ValidationHistory:
         )[0]
 
     def add(self, step: int, scores: Scores, copy_weights: Callable[[], Weights]) -> None:
-        """Add the Scores of an evaluation.
+        """Add the Scores of an evaluation after `step`, which is later than all before.
 
         Args:
             copy_weights: Is called if the weights are the best so far and may be used.

@@ -32,7 +32,7 @@ from megaenc.finetune.examples import (
 )
 
 Qrels = dict[str, dict[str, int]]
-"""Relevance grades by query and document; 0 is judged irrelevant."""
+"""Relevance grades by query id, then by document id; a document of grade 0 is judged irrelevant."""
 _GRADE = re.compile(r"-?\d{1,9}")
 _QRELS_FILES = {
     "train": ("train",),
@@ -42,7 +42,10 @@ _QRELS_FILES = {
 
 
 class QrelLine(NamedTuple):
-    """Line of a qrels file: location (file:line), query, document and grade."""
+    """Line of a qrels file: location (file:line), query id, document id and grade.
+
+    A grade of 0 or less is irrelevant.
+    """
 
     location: str
     query: str
@@ -62,9 +65,11 @@ def is_beir_folder(folder: Path) -> bool:
 
 
 def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
-    """Return the Dataset of the BEIR folder `folder`.
+    """Return the Dataset of the BEIR folder `folder` (see `is_beir_folder`).
 
-    Files are hashed now and parsed by `load_split`.
+    Files are hashed now and parsed by `load_split`. Without qrels of test, those of validation are
+    the test split. Validation without qrels of its own gets 5 % of the queries of train or, without
+    train, half of those of test.
 
     Args:
         whole_corpus: Search all documents instead of those judged in validation and test.
@@ -154,12 +159,13 @@ class _SplitReader:
 def load_beir_test(folder: Path) -> RetrievalExamples:
     """Return the test queries and grades of BEIR `folder` and its whole corpus.
 
-    BEIR evaluates them without training, so texts have no prefix, and a title is followed by a
-    space.
+    Only queries with a grade above 0 are returned. Texts have no prefix, as BEIR evaluates models
+    without training. A document is its title, a space and its text, or one of the two if the other
+    is empty.
 
     Raises:
-        InputError: A file or a judged query is missing, a query is empty, or no document in the
-            corpus is relevant.
+        InputError: A file or a judged query is missing, a line is malformed, a query is empty, or
+            no document in the corpus is relevant.
     """
     paths, lines = _read_beir_split(folder, "test")
     relevant = _group_grades(line for line in lines if line.grade > 0)
@@ -176,15 +182,15 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
 
 
 def load_beir_pairs(folder: Path) -> list[tuple[str, str, str]]:
-    """Return the relevant pairs of qrels/train.tsv in BEIR `folder`, in order.
+    """Return the relevant pairs of qrels/train.tsv in BEIR `folder`, in its order.
 
     Texts are those of `load_beir_test`, and may be empty.
 
     Returns:
-        (location, query, document) of each line with a grade above 0.
+        (location, query, document) of each line with a grade above 0: file:line and two texts.
 
     Raises:
-        InputError: A file or text is missing, or no grade is above 0.
+        InputError: A file or text is missing, a line is malformed, or no grade is above 0.
     """
     paths, lines = _read_beir_split(folder, "train")
     lines = [line for line in lines if line.grade > 0]
@@ -194,10 +200,12 @@ def load_beir_pairs(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def load_beir_corpus(folder: Path) -> list[str]:
-    """Return the documents of BEIR `folder`, as those of `load_beir_test`.
+    """Return the texts of all documents of BEIR `folder`, as in `load_beir_test`.
+
+    They are in the order of corpus.jsonl, and may be empty.
 
     Raises:
-        InputError: There is no corpus.jsonl.
+        InputError: There is no corpus.jsonl, or a line is malformed.
     """
     if (path := _find_data_file(folder, "corpus")) is None:
         raise InputError(f"{folder}: no corpus.jsonl, expected BEIR's layout")
@@ -206,6 +214,8 @@ def load_beir_corpus(folder: Path) -> list[str]:
 
 def compute_test_fingerprint(folder: Path) -> str:
     """Return a SHA-256 (hex) of the files that `load_beir_test` reads.
+
+    A compressed file has another fingerprint than its text.
 
     Raises:
         InputError: A file is missing.
@@ -366,7 +376,8 @@ def move_to_validation(
 ) -> None:
     """Move the grades of `queries` in place from a split to the split "validation".
 
-    Earlier grades of the split "validation" are dropped.
+    Earlier grades of the split "validation" are dropped. Queries that are not in the split `source`
+    are ignored.
     """
     qrels_by_split["validation"] = {
         query: grades for query, grades in qrels_by_split[source].items() if query in queries
@@ -406,7 +417,8 @@ def build_retrieval_examples(
 ) -> RetrievalExamples:
     """Return RetrievalExamples of the queries with a grade above 0, and all documents.
 
-    Prefixes are added to texts.
+    Prefixes are added to texts. `queries` must have the text of each such query; `documents` may
+    lack relevant ones.
     """
     positive = {
         query: {key: grade for key, grade in grades.items() if grade > 0}

@@ -63,11 +63,11 @@ def ensure_demo_datasets(
     """Write demo data sets that are missing in `folder`; return `folder`.
 
     The three sets built from documentation are written together. Equal packages give equal bytes. A
-    lock makes concurrent processes wait.
+    lock makes concurrent processes wait. The content of existing sets is not checked.
 
     Args:
-        names: Data sets to write.
-        flag: Start of errors about the folder.
+        names: Names of DEMO_DATASETS to write.
+        flag: Start of the error that the folder cannot be created.
 
     Raises:
         InputError: The folder is not writable, or a file is at the path of a set.
@@ -115,7 +115,11 @@ def ensure_demo_datasets(
 
 
 def read_documentation() -> list[DocumentedFunction]:
-    """Return the docstrings with parameters in the demo corpus's packages."""
+    """Return the docstrings with parameters in the demo corpus's packages.
+
+    They are sorted by source file. A process per core reads the installed files; a progress line is
+    shown.
+    """
     files = corpus_demo.map_source_files(
         _parse_documented_functions,
         sorted(corpus_demo._find_source_files()),
@@ -168,7 +172,8 @@ def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[
 def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
     """Yield a row per new sentence of 6 to 50 words that names a parameter.
 
-    A row has "source", "id", "tokens" and "tags", which are IOB2 of PARAM and CODE.
+    A new sentence differs from earlier ones in more than names and numbers. A row has "source",
+    "id", "tokens" and "tags", which are IOB2 of PARAM and CODE.
     """
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
@@ -200,10 +205,11 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
 
 
 def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield a row per parameter, the first 5 of each function.
+    """Yield a row per parameter, of the first 5 of each function.
 
-    A row has "source", "id", "question", "context" and "answers". The answer is the first sentence
-    of the parameter's description.
+    Parameters are left out if their description has no clean first sentence or repeats an earlier
+    one. A row has "source", "id", "question", "context" and "answers". The answer is the first
+    sentence of the parameter's description.
     """
     seen_texts: set[str] = set()
     for source, _, parameters in documentation:

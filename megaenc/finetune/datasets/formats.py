@@ -66,6 +66,8 @@ Row = tuple[str, dict[str, Any]]
 def strip_format_suffix(path: Path) -> str | None:
     """Return the name of the file `path` without suffixes of format and compression.
 
+    Only the last part of the path is read, and the file need not exist.
+
     Returns:
         The name, or None if the format is unknown.
     """
@@ -78,8 +80,13 @@ def strip_format_suffix(path: Path) -> str | None:
 def read_rows(path: Path) -> Iterator[Row]:
     """Return an iterator over (location, fields) of the rows of a labelled file.
 
+    The suffix gives the format; .tsv and .json are told apart by content, and an unknown suffix
+    means JSONL. Cells of CSV and TSV are text, except `tokens` and `tags`, which are split into
+    lists.
+
     Raises:
-        InputError: The file is malformed.
+        InputError: The file is malformed. It is raised during iteration or, for .tsv and .json, by
+            the call.
     """
     name = strip_compression_suffix(path.name).lower()
     if name.endswith(_COLUMNS):
@@ -112,8 +119,11 @@ def read_rows(path: Path) -> Iterator[Row]:
 def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
     """Return the task family of a row by its keys.
 
+    Args:
+        path: File of the row, for the error.
+
     Returns:
-        TC with tokens and tags, QA with question and context, SC with text or label.
+        TC with tokens and tags, else QA with question and context, else SC with text or label.
 
     Raises:
         InputError: No family fits.
@@ -169,7 +179,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield (`path:line`, object) of each line of a JSONL file that is not blank.
 
     Raises:
-        InputError: A line is no JSON object.
+        InputError: A line is no JSON object, or has a key twice.
     """
     for number, line in read_lines(path):
         if not line.strip():
@@ -361,7 +371,10 @@ class LabelSet:
 
     @cached_property
     def has_numbers(self) -> bool:
-        """Return whether a label is the name of a number; then no text is a position."""
+        """Return whether a label is spelled like an integer, such as `7` or `-1`.
+
+        Digits as text in a row are then a name and never a position.
+        """
         return any(_POSITION.fullmatch(label) for label in self.labels)
 
     @cached_property
@@ -371,8 +384,10 @@ class LabelSet:
     def index(self, value: Any, location: str) -> int:
         """Return the index of the label `value`, a name or, if `is_indexed`, an index.
 
+        An index is an integer from 0, or its digits as text unless `has_numbers`.
+
         Raises:
-            InputError: The label is unknown.
+            InputError: The label is unknown, or neither text nor an integer.
         """
         name = parse_label(value, location)
         is_position = isinstance(value, int) or (_POSITION.fullmatch(name) and not self.has_numbers)
@@ -423,12 +438,14 @@ def parse_label(value: Any, location: str) -> str:
 
 
 def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
-    """Return the LabelSet of (location, row) pairs.
+    """Return the LabelSet of (location, row) pairs, with names (not `is_indexed`).
 
-    Classes of SC are sorted. Tags are "O" and the others, sorted.
+    Classes of SC are sorted, as numbers if all are integers. Tags are "O", also if it does not
+    occur, and the others, sorted.
 
     Raises:
-        InputError: A label is invalid, or all are numbers and one has a point or an exponent.
+        InputError: A label is missing or invalid, or all are numbers and one has a point or an
+            exponent.
     """
     names: dict[str, str] = {}  # by name, the first location
     for location, row in rows:
@@ -513,7 +530,9 @@ def build_example(
     `question`, `context` and `answers`, a mapping of two lists: `text` and `answer_start`.
 
     Args:
+        location: Start of the error.
         name: Id of a row without one.
+        pair_template: Template of the pairs of SC (see `build_labelled_text`).
 
     Raises:
         InputError: The row is invalid.
@@ -529,7 +548,7 @@ def build_example(
 
 
 def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
-    """Return the id of a row, or None if it is missing or empty.
+    """Return the id of a row, or None if it is missing, null or empty text.
 
     Raises:
         InputError: The id is neither text nor an integer.
@@ -549,6 +568,15 @@ def build_labelled_text(
     """Return the example of a row of sequence classification.
 
     A `text_pair` is joined by the template here, or by the tokenizer later.
+
+    Args:
+        location: Start of the error.
+        name: Id of the example; that of the row is not read.
+        label: Index of the label; that of the row is not read.
+        pair_template: Template, TOKENIZER_PAIRS, or empty to ignore a `text_pair`.
+
+    Raises:
+        InputError: A text is missing or no text.
     """
     text = get_value(row, "text", location, str)
     # A table has no null: its empty cell means the same.
@@ -646,8 +674,12 @@ def register_id(places: dict[str, str], key: str, location: str, kind: str = "id
 def get_value(row: Mapping[str, Any], key: str, location: str, kind: type = object) -> Any:
     """Return the value `row[key]` after a check of its type.
 
+    Args:
+        location: Start of the error.
+        kind: str, list, or object for any value but null.
+
     Raises:
-        InputError: The value is missing, null or not of type `kind` (str or list).
+        InputError: The value is missing, null or not of type `kind`.
     """
     if key not in row:
         raise InputError(f"{location}: no key `{key}`; found {format_names(list(row))}")

@@ -42,7 +42,10 @@ _ROWS_AT_ONCE = 100_000
 
 @dataclass(frozen=True)
 class HubSpec:
-    """Description of a Hub data set: repository, columns, labels and rule of splits."""
+    """Description of a Hub data set: repository, columns, labels and rule of splits.
+
+    `family` is its task family, `config` its configuration on the Hub, None for the default.
+    """
 
     family: TaskFamily
     repository: str
@@ -115,7 +118,9 @@ HUB_DATASETS: dict[str, HubSpec] = {
 
 
 def load_hub(name: str, revision: str = "") -> Dataset:
-    """Return HUB_DATASETS[name] as Dataset, which is downloaded later.
+    """Return HUB_DATASETS[name] as Dataset, which `load_split` downloads.
+
+    Its fingerprint is that of the description and the revision, not of the data.
 
     Args:
         revision: Revision of the repository; empty: its default.
@@ -193,15 +198,17 @@ def build_hub_examples(
     spec: HubSpec,
     labels: formats.LabelSet,
 ) -> Examples:
-    """Return the examples of the rows of `data`.
+    """Return the examples of the rows of `data`, in order.
 
     Empty sentences are left out, and invalid questions with a message.
 
     Args:
-        numbers: Row numbers in the Hub's split `on_hub`.
+        name: Name of the data set, for messages.
+        data: Table of `datasets` (Dataset).
+        numbers: Row numbers, from 0, in the Hub's split `on_hub`, one for each row of `data`.
 
     Raises:
-        InputError: A row is wrong.
+        InputError: A text or a sentence is wrong.
     """
     # Names of integer tags on the Hub, if it has them.
     tags = (
@@ -418,11 +425,19 @@ def load_from_hub(
 ) -> Any:
     """Return `datasets.load_dataset` of a repository, with its `options`.
 
+    A line that names the repository is printed once.
+
     Args:
+        name: Name of the data set, for that line.
+        config: Configuration on the Hub; None: its default.
         revision: Revision of the repository; empty: its default.
         start: Start of the error.
         advice: End of the error.
         is_retried: Raise DataUnavailable for a temporary failure.
+        options: Options of `load_dataset`, such as `split`.
+
+    Returns:
+        A Dataset of `datasets` with `split`, else a DatasetDict.
 
     Raises:
         DataUnavailable: `is_retried`, and the failure is temporary.

@@ -54,7 +54,10 @@ _EXPECTED = (
 
 
 class HubReference(NamedTuple):
-    """Repository of a data set on the Hub, with a configuration and a revision or ""."""
+    """Repository of a data set on the Hub, its configuration and its revision.
+
+    Configuration and revision are empty for the Hub's defaults.
+    """
 
     repository: str
     config: str
@@ -87,9 +90,10 @@ def load_hub_repository(
 ) -> Dataset:
     """Return the Dataset `name` of a repository on the Hub.
 
-    The repository is read to find its columns and labels.
+    The repository is downloaded and read now to find its columns and labels.
 
     Args:
+        flags: Options; `task` and `pair_template`, a template or TOKENIZER_PAIRS, are read.
         start: Start of the error if the repository cannot be read.
 
     Raises:

@@ -92,8 +92,16 @@ class DatasetConfig:
 def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) -> Dataset:
     """Return the Dataset `name` of the folder or file `path`.
 
+    Files are hashed now, and read to find task family and labels. `load_split` parses them again. A
+    test file whose labels are hidden is left out with a message.
+
+    Args:
+        flags: Options; `task` and `whole_corpus` are read.
+        pair_template: Template of pairs in SC, or TOKENIZER_PAIRS.
+
     Raises:
-        InputError: The format is unknown, or the data is not of `flags.task`.
+        InputError: The path or a file is unreadable, the format is unknown, labels are invalid, or
+            the data is not of `flags.task`.
     """
     if path.is_dir() and beir.is_beir_folder(path):
         if flags.task not in ("", "IR"):
@@ -142,7 +150,7 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
 
 
 def print_hidden_test(name: str, test: str) -> None:
-    """Print that the split or file `test` of the data set `name` is not used."""
+    """Print, once, that the split or file `test` of the data set `name` is not used."""
     print_once(f"{name}: {test} is not used: its labels are hidden (-1)")
 
 
@@ -151,6 +159,9 @@ def template_rule(template: str, has_pairs: Callable[[], bool]) -> str:
 
     Without pairs TOKENIZER_PAIRS has no effect, and is the study's template, as in fingerprints of
     earlier versions.
+
+    Args:
+        has_pairs: Function that returns whether there are pairs, called only for TOKENIZER_PAIRS.
     """
     return PAIR_TEMPLATE if template == TOKENIZER_PAIRS and not has_pairs() else template
 
@@ -162,12 +173,19 @@ def build_split_reader(
     read_part: Callable[[Part], Examples],
     noun: str = "file",
 ) -> Callable[[SplitName], Examples]:
-    """Return a function that reads a split; a missing one is part of train.
+    """Return a function that reads a split, and draws validation from train if needed.
+
+    Of train and one other part, the other is the test split, also if it is that of validation, and
+    5 % of train validate (`split_validation_rows`), with a message. Without train only the splits
+    in `parts` can be read. The function raises InputError for other splits, for any split if train
+    is the only part, and for a train of one example that has to be split.
 
     Args:
+        name: Name of the data set in messages.
         place: Source of `parts` in messages.
         parts: Files, or splits on the Hub, by role.
-        noun: Kind of `parts` in messages.
+        read_part: Function that reads the examples of a part.
+        noun: Kind of `parts` in messages: "file" or "split".
     """
     ending = ".*" if noun == "file" else ""
 
@@ -200,7 +218,10 @@ def build_split_reader(
 
 
 def find_split_names(names: Iterable[str]) -> dict[SplitName, str]:
-    """Return the names of train, validation and test that are among `names`, by split."""
+    """Return the names of train, validation and test that are among `names`, by split.
+
+    A validation split is named validation, valid, val or dev; the first of these is returned.
+    """
     known = set(names)
     matches = {
         split: [word for word in words if word in known] for split, words in _SPLIT_WORDS.items()
@@ -282,8 +303,13 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
 def find_split_files(path: Path) -> dict[SplitName, Path]:
     """Return the file of each split in a folder.
 
-    A word of a file's name gives the split (`train`, `en_ewt-ud-train`). A single file is the test
-    split.
+    A word of a file's name gives the split (`train`, `en_ewt-ud-train`); a name that is only this
+    word has priority. Hidden files, meta.json and files of unknown formats are ignored. A single
+    file is the test split.
+
+    Raises:
+        InputError: The path is unreadable, a file is of an unknown format, no file is of a split,
+            or several files are of one split or one is of two.
     """
     if path.is_file():
         if formats.strip_format_suffix(path) is None:

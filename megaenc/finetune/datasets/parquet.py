@@ -16,7 +16,7 @@ _ROWS_PER_BATCH = 1000
 
 
 def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`path:row N`, fields) of each row of a Parquet file.
+    """Yield (`path:row N`, fields) of each row of a Parquet file, N from 1.
 
     Raises:
         InputError: The file cannot be read, or has a column twice.
@@ -44,7 +44,7 @@ def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_parquet_label_names(path: Path, column: str) -> list[str] | None:
     """Return the class names of a column of labels or tags in a Parquet file's schema.
 
-    `datasets` writes them there. None if there are none.
+    `datasets` writes them there. None if there are none, or if the schema is unreadable.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -25,13 +25,15 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
     Accepts a name of DATASETS (`sst2`, or `sst2@REVISION` for a commit, branch or tag of the Hub),
     a path to local data, named after its folder or file, a repository ORG/NAME, ORG/NAME:CONFIG or
     hf:NAME, each with @REVISION, and `NAME=` before a path or repository. With a study's name
-    before it, pairs use the study's template.
+    before it, pairs use the study's template. A repository is downloaded and a missing demo set is
+    written now; the study's data sets are downloaded by `load_split`.
 
     Args:
         options: Fields of DatasetConfig.
 
     Raises:
-        InputError: The name is unknown; the message has the closest one.
+        InputError: The name is unknown (the message has the closest one), the data is unreadable or
+            of another task, or `train_on` is no retrieval data.
     """
     flags = DatasetConfig(**options)
     flags.check()
@@ -78,7 +80,7 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
 
 
 def parse_dataset_name(name_or_path: str) -> tuple[str, Path | None]:
-    """Return the name in results and the path of a data set.
+    """Return the name in results and the path of a data set, neither of them checked.
 
     The path of a known `NAME` or `NAME@REVISION` is None. The path of `PATH` or `NAME=PATH` need
     not exist. A missing one is named like a folder, or like the repository of the Hub that it

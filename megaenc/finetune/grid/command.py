@@ -119,7 +119,8 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
 def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
     """Print how many trainings a grid has, and how many are finished or remain.
 
-    Trainings that failed before are counted too.
+    Trainings that failed before are counted too, and finished ones that lack a model that --keep
+    asks for.
     """
     trainings = len(plan.jobs)
     evaluations = sum(len(job.evaluate_on) for job in plan.jobs)
@@ -166,9 +167,14 @@ def print_grid_result(
     failed_before: Sequence[tuple[FinetuneJob, Path]],
     seconds: float,
 ) -> None:
-    """Print the jobs without result by reason, and the time; exit if there are any.
+    """Print jobs without result by reason, and the time; exit if there is such a job.
 
-    The exit code is 2 if all had wrong input, else 1.
+    The exit code is 2 if none failed before and all had wrong input, else 1.
+
+    Args:
+        failed: Jobs that ended without results now.
+        failed_before: Jobs that were not repeated, with their failed.json.
+        seconds: Duration of the grid.
     """
     by_reason: dict[str, list[FinetuneJob]] = defaultdict(list)
     for failure in failed:
@@ -210,7 +216,14 @@ def run_grid(
 ) -> None:
     """Run a grid's unfinished jobs on this machine, or submit them to Slurm.
 
-    On this machine, the exit code is 1 if a job has no result, 2 if all those had wrong input.
+    On this machine, the exit code is 1 if a job has no result, 2 if each of these had wrong input
+    in this call.
+
+    Args:
+        run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
+
+    Raises:
+        InputError: A flag, model or data set is wrong, or the submission fails.
     """
     if settings.slurm.slurm:
         settings = replace(settings, output=str(Path(settings.output).resolve()))

@@ -58,6 +58,10 @@ def execute_jobs(
     A job locked by another process is waited for. All processes are killed at the end; finished
     results stay. Each message of the runs is printed once, unless it is in `printed_messages`.
 
+    Args:
+        run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
+        local: Options; its `jobs` and the threads of the first job give the concurrent runs.
+
     Returns:
         A FailedJob for each job without results, in the order of `jobs`.
     """

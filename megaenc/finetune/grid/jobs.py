@@ -39,8 +39,15 @@ def build_jobs(
     Data sets with the same training pairs share jobs. Jobs are ordered by training set, model, seed
     and learning rate, so that the cells of a summary fill one by one.
 
+    Args:
+        models: Arguments of `parse_model`.
+        datasets: Arguments of `find_dataset`.
+        seeds: Seeds, iterated several times, so that they cannot be a generator.
+        output: Root folder of the results.
+
     Raises:
-        InputError: A model or data set is unusable.
+        InputError: A model or data set is unusable, a name or rate occurs twice, or head or pooling
+            do not fit the task family.
     """
     sources = [parse_model(name_or_path) for name_or_path in models]
     loaded_datasets = [
@@ -120,6 +127,8 @@ def _resolve_special_tokens(protocol: FinetuneConfig, model: NamedSource) -> Fin
 def parse_model(name_or_path: str) -> NamedSource:
     """Return the NamedSource of `FOLDER`, named by its last part, or of `NAME=FOLDER`.
 
+    Its location is an absolute path without symbolic links.
+
     Raises:
         InputError: The folder holds no model, or the name is invalid.
     """
@@ -149,7 +158,7 @@ def select_remaining_work(
         (job, None), (None, failed.json) of a failed job, or (None, None) of a finished one.
 
     Raises:
-        InputError: Results are of another protocol.
+        InputError: Results are of another protocol, model, tokenizer or data, or malformed.
     """
     states = [
         (dataset, result_files.read_job_state(job, dataset.name)) for dataset in job.evaluate_on
@@ -162,7 +171,10 @@ def select_remaining_work(
 
 
 def is_run_locked(job: FinetuneJob) -> bool:
-    """Return whether another process runs the job's training and so holds its lock."""
+    """Return whether another process runs the job's training and so holds its lock.
+
+    The lock is taken for a moment to find out.
+    """
     with try_lock_run(job) as is_own:
         return not is_own
 

@@ -21,7 +21,8 @@ _STAGES = {
 def estimate_completion(progress: RunProgress) -> float:
     """Return the estimated fraction of a run that is done, 0 to 1.
 
-    The estimate uses the run's stage and the progress in the stage.
+    The estimate uses the run's stage and the progress in the stage, so it falls when retrieval
+    begins with another data set.
     """
     begin, length = _STAGES[progress.stage]
     return begin + length * (min(progress.done / progress.total, 1) if progress.total else 0)

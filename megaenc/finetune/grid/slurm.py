@@ -57,8 +57,12 @@ def submit_jobs(
 ) -> list[Any]:
     """Submit `jobs` to Slurm as one array, and print its ids.
 
+    Args:
+        run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
+        output: Folder of results, whose folder .slurm gets the logs.
+
     Returns:
-        submitit's job of each task.
+        submitit's job of each task; [] without jobs.
 
     Raises:
         InputError: The submission fails.

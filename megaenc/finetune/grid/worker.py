@@ -67,7 +67,7 @@ class JobOutcome:
 def start_fork_server(run_function: str) -> ForkServerContext:
     """Start the fork server unless it runs; return the context that forks from it.
 
-    The server imports the module of `run_function`.
+    The server imports the module of `run_function`, which is module:name.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -83,11 +83,11 @@ def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, st
 
     Args:
         jobs: Maximum number of slots. 0: `jobs_per_gpu` on each GPU, without GPUs one for every
-            `threads` cores.
+            `threads` cores, at least one.
         jobs_per_gpu: Slots on each GPU; the first ones are on different GPUs.
 
     Returns:
-        Environment variables by name, none without GPUs.
+        A dict of environment variables for each slot, empty without GPUs.
     """
     if device_count := len(accelerator_names()):
         variable, names = select_visible_devices(device_count)
@@ -110,7 +110,12 @@ class ForkedRun(ChildProcess):
         """Start the process with `environment` added to its own.
 
         Args:
+            context: Result of `start_fork_server`.
+            run_function: Function that runs the job, as module:name (see RUN_FUNCTION).
             retry_failed: Repeat a job with a failed.json.
+
+        Raises:
+            InputError: The fork server was killed.
         """
         self.job = job
         self.environment = environment
@@ -156,6 +161,8 @@ class ForkedRun(ChildProcess):
 
     def poll(self, patience: float) -> JobOutcome | None:
         """Return the outcome of the process, or None while it runs.
+
+        Pending messages are received, which updates `progress` and the lines of `take_messages`.
 
         Args:
             patience: Seconds without a message after which the process is killed; 0: never.

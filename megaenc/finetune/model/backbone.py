@@ -134,7 +134,8 @@ class Backbone(nn.Module):
     def compute_states(self, packed: PackedTexts) -> Tensor:
         """Return all tokens' states after the final norm, [T, hidden_size].
 
-        A model that is not packed computes them in padded batches.
+        They are in the order of `packed.tokens`, with a graph if gradients are enabled. A model
+        that is not packed computes them in padded batches.
         """
         if not self.is_packed:
             shapes = group_padded_lengths(packed.length_groups)
@@ -214,9 +215,9 @@ class Backbone(nn.Module):
 
 
 def group_padded_lengths(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return the text lengths of each padded batch.
+    """Return the text lengths of each padded batch, in order.
 
-    Lengths in a batch are at most max(8, 10 %) above its least.
+    A length exceeds the shortest of its batch by at most 8 tokens, or 10 % if that is more.
 
     Args:
         groups: (number of texts, length), ascending.
@@ -242,10 +243,13 @@ def packed_attention_forward(
 ) -> tuple[Tensor, None]:
     """Return attention within each text of the current pack, called by transformers.
 
+    The pack is that of the `Backbone.compute_states` in progress.
+
     Args:
         query: [1, heads, T, dim].
         key: [1, groups, T, dim].
         value: [1, groups, T, dim].
+        sliding_window: Window in tokens; None: none.
 
     Returns:
         Attention, [1, T, heads, dim], and None.

@@ -52,7 +52,7 @@ def compute_model_fingerprints(folders: Sequence[str], results: str) -> list[str
     """Return the SHA-256 (hex) of each model folder's config.json and weights.
 
     Takes about a second per gigabyte, unless a file in the folder `results` has the fingerprint for
-    files of this path, size and time: see `save_fingerprints`.
+    files of this path, size and time: see `save_fingerprints`. This file is only read.
     """
     known = _read_fingerprint_file(results) | _COMPUTED_DIGESTS
     marks = [_compute_file_key(folder) for folder in folders]
@@ -126,7 +126,10 @@ def compute_model_stamp(folder: str) -> str:
 
 
 def compute_tokenizer_fingerprint(folder: str) -> str:
-    """Return the SHA-256 (hex) of names and contents of a folder's tokenizer files."""
+    """Return the SHA-256 (hex) of names and contents of a folder's tokenizer files.
+
+    Files that are missing are left out.
+    """
     return _hash_files(Path(folder), _TOKENIZER_FILES)
 
 

@@ -17,9 +17,12 @@ def backward_by_packs(
 
     Only the graph of one pack is in memory. All packs but the first are embedded twice (Gao et al.
     2021, 2101.06983): without a graph for the loss and the gradients with respect to the
-    embeddings, then with a graph and the same dropout.
+    embeddings, then with a graph and the same dropout. Gradients are added to those that parameters
+    have.
 
     Args:
+        packs: At least one.
+        embed: Function that returns the embeddings of a pack, [texts, size].
         compute_loss: Function of the embeddings [texts, size], in the order of the packs.
 
     Returns:

@@ -43,7 +43,7 @@ def load_backbone(
     The test changes tokens: each state must depend on exactly the visible tokens of its text, and
     packed states must equal padded ones. Code in the folder is never executed. Parameters that are
     rounded keep their float32 value as the attribute `unrounded`, for the optimizer's master
-    weights.
+    weights. The model is in eval mode. A line is printed if texts cannot be packed.
 
     Args:
         attention: Direction of attention; None: the model's own.
@@ -70,10 +70,14 @@ def load_with_native_head(
 ) -> tuple[Backbone, NativeHead]:
     """Return the backbone and the head of a folder in transformers' class for a task.
 
-    Other arguments and errors are those of `load_backbone`.
+    Other arguments and errors are those of `load_backbone`. The head is float32, with new weights
+    from torch's generator.
 
     Args:
+        family: Task family.
+        labels: Label names in the order of their indices.
         padding: The tokenizer's padding id, for a config without one.
+        check: Function as in `load_backbone`, called with the head too.
 
     Raises:
         InputError: transformers has no such class.
@@ -128,7 +132,9 @@ def _build_backbone(
 
 
 def open_model_folder(folder: str) -> tuple[HFCheckpoint, Any]:
-    """Return a folder's checkpoint and config.
+    """Return a folder's checkpoint and transformers' config.
+
+    Progress bars of transformers are disabled from then on.
 
     Raises:
         InputError: The folder holds no model.
@@ -273,9 +279,10 @@ class AttentionProbe:
         return self.backbone.compute_states(self.pack_probe_texts()).float()
 
     def find_16_bit_error(self, reference: Tensor) -> str | None:
-        """Return text on how 16-bit states fail, or None if they do not.
+        """Return a text about how 16-bit states fail, or None if they do not.
 
         States fail if they differ from the float32 states `reference` or depend on hidden tokens.
+        The text is a predicate without subject, such as "computes other states".
         """
         backbone = self.backbone
         try:
@@ -326,6 +333,8 @@ class AttentionProbe:
 
     def enable_packing(self, own_direction: AttentionDirection) -> str | None:
         """Switch to packed attention if all tests pass, else stay unpacked.
+
+        The direction of the model's own attention may be changed by the tests.
 
         Args:
             own_direction: Direction of the model's own attention.

@@ -27,7 +27,7 @@ USE_NATIVE = "expected --head native, which trains the class's own head"
 def find_task_class(config: Any, family: TaskFamily) -> type | None:
     """Return transformers' class of a model's `config` for a task family.
 
-    The class for IR has no head.
+    The class for QA is that for token classification; the one for IR has no head.
 
     Returns:
         The class, or None if transformers has none.
@@ -45,7 +45,11 @@ def find_task_class(config: Any, family: TaskFamily) -> type | None:
 
 
 def set_labels(config: Any, labels: Sequence[str]) -> None:
-    """Set the labels of a model's `config` in place, as pipelines read them."""
+    """Set the labels of a model's `config` in place, as pipelines read them.
+
+    Args:
+        labels: Label names in the order of their indices.
+    """
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: index for index, label in enumerate(labels)}
 
@@ -74,6 +78,11 @@ class NativeHead(nn.Module):
 
     The class's own code computes it. The task class loses its base model (the backbone) to a
     stand-in; a pooler belongs to the head.
+
+    Args:
+        task_model: Model of the task class, which is changed.
+        has_pooler_weights: Whether the pooler's weights are trained ones, which `reset_parameters`
+            keeps.
     """
 
     def __init__(self, task_model: Any, *, has_pooler_weights: bool) -> None:
@@ -111,7 +120,7 @@ class NativeHead(nn.Module):
         """Return the class's logits for packed `states` [T, hidden_size].
 
         Returns:
-            float32[texts or T, labels].
+            float32[texts, labels] of a class for sequences, float32[T, labels] of one for tokens.
         """
         mask = build_padding_mask(packed)
         dtype = next(self.model.parameters()).dtype
@@ -132,7 +141,7 @@ def build_padding_mask(packed: PackedTexts) -> Tensor:
     """Return the mask of a right-padded batch of packed texts, True for tokens.
 
     Returns:
-        bool[texts, longest].
+        bool[texts, tokens of the longest text].
     """
     lengths = torch.tensor(packed.lengths, device=packed.tokens.device)
     return torch.arange(packed.lengths[-1], device=packed.tokens.device) < lengths[:, None]
@@ -145,7 +154,7 @@ def pad_tokens(packed: PackedTexts, padding: int | None) -> Tensor:
         padding: Id of padding; None: 0.
 
     Returns:
-        int64[texts, longest].
+        int64[texts, tokens of the longest text].
     """
     mask = build_padding_mask(packed)
     return torch.full(mask.shape, padding or 0, device=mask.device).masked_scatter(
@@ -164,11 +173,13 @@ def build_hf_model(
 ) -> Any:
     """Return a float32 model of transformers' task class with given weights.
 
-    The weights are those of `backbone` and `head`. The model is on the CPU.
+    The weights are those of `backbone` and `head`. The model is on the CPU and in eval mode. Its
+    outputs are not compared: see `check_same_outputs`.
 
     Args:
+        labels: Label names in the order of their indices; unused in IR.
         padding: The tokenizer's padding id, for a config without one.
-        pooling: Pooling of a linear head.
+        pooling: Pooling of a linear head, used by classes that can choose it.
 
     Raises:
         InputError: transformers has no class for the family, or none that can represent a linear
@@ -270,10 +281,11 @@ def _express_linear_head(
 
 @torch.no_grad()
 def compute_hf_outputs(model: Any, packed: PackedTexts) -> Tensor:
-    """Return the outputs of a transformers model on packed texts.
+    """Return the outputs of a transformers model on packed texts on its device.
 
     Returns:
-        Logits, or states if the model has no head, float32[texts or T, size].
+        Logits, or states if the model has no head: float32[texts, size] of a class for sequences,
+        else float32[T, size].
     """
     mask = build_padding_mask(packed)
     output = model(

@@ -27,13 +27,17 @@ STUDY_DATASETS = {
 
 
 def read_metric(run: Result, metric: str) -> float | None:
-    """Return a test metric of a finished run, or None if the run lacks it."""
+    """Return a test metric of a finished run, or None if the run lacks it.
+
+    Args:
+        metric: Name of a metric, or PAPER_SCORE.
+    """
     return run.test.score if metric == PAPER_SCORE else run.test.metrics.get(metric)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of scores and half its 95 % interval, NaN for a single score."""
+    """Mean of scores and half the width of its 95 % interval, NaN for a single score."""
 
     mean: float
     half: float
@@ -43,7 +47,7 @@ def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> 
     """Return the mean of `scores` and half the width of its 95 % interval.
 
     Half the width is q standard errors, NaN for one score; q is 1.96 ("normal", as in the study) or
-    the 97.5 % quantile of Student's t with n - 1 degrees of freedom ("t").
+    the 97.5 % quantile of Student's t with n - 1 degrees of freedom ("t"). There must be a score.
     """
     mean = math.fsum(scores) / len(scores)
     count = len(scores)
@@ -72,15 +76,15 @@ class IncompleteRate:
     rate: float
     missing_seeds: tuple[int, ...]
     validation_lead: float | None
-    """Mean validation score less that of the chosen rate, over the seeds of both; None without a
-    common seed."""
+    """Mean validation score less that of the chosen rate, over the seeds of both, as a fraction;
+    None without a common seed or a chosen rate."""
 
 
 @dataclass(frozen=True)
 class ScoreCell:
     """Runs of one model on one data set after one training set.
 
-    The runs are of all learning rates and seeds of the grid.
+    The runs, finished and failed, are of all learning rates and seeds of the grid.
     """
 
     model: str
@@ -126,9 +130,9 @@ class ScoreCell:
         return max(means, key=lambda rate: (means[rate], -rate), default=None)
 
     def scores_by_rate(self, metric: str = PAPER_SCORE) -> dict[float, dict[int, float]]:
-        """Return a metric of finished runs by learning rate and seed.
+        """Return a test metric, as fractions, of finished runs by learning rate and seed.
 
-        Rates without a run, or with a run that lacks the metric, are left out.
+        Rates without a finished run, or with one that lacks the metric, are left out.
         """
         scores = {}
         for rate in self.rates:
@@ -138,9 +142,10 @@ class ScoreCell:
         return scores
 
     def find_incomplete_rates(self) -> tuple[IncompleteRate, ...]:
-        """Return the learning rates of the grid that lack a result of some seed.
+        """Return the learning rates of the grid that lack a run of some seed.
 
-        Results may be finished or failed. The rates are in the order of the grid.
+        A failed run counts too, so that its rate may be neither incomplete nor among
+        `complete_rates`. The rates are in the order of the grid.
         """
         chosen = {run.seed: run.validation.score for run in self.runs_at_rate(self.chosen_rate)}
         incomplete = []
@@ -162,7 +167,7 @@ def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list
     """Return a ScoreCell per model, family, data set and training set.
 
     The order is that of first appearance. Results outside `grid` are dropped. By default the grid
-    of a data set is all rates and seeds of any model on it.
+    of a data set is all rates and seeds of any model on it, ascending.
     """
     runs_by_cell: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     rates_and_seeds: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(
@@ -214,10 +219,11 @@ def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
 def average_by_seed(
     members: Sequence[ScoreCell], metric: str = PAPER_SCORE
 ) -> dict[int, float] | None:
-    """Return by seed the cells' mean of a metric, each at its chosen rate.
+    """Return by seed the cells' mean of a test metric, each at its chosen rate.
 
     Returns:
-        The means, or None if the seeds of the cells differ, or if a number is missing.
+        The means, as fractions, or None if the seeds of the cells differ, if a number is missing,
+        or without cells.
     """
     by_set = [cell.scores_by_rate(metric).get(cell.chosen_rate) for cell in members]
     if not by_set or None in by_set or len({frozenset(seed_scores) for seed_scores in by_set}) != 1:
@@ -230,7 +236,10 @@ def average_by_seed(
 
 @dataclass(frozen=True)
 class RateSensitivity:
-    """Mean score over the seeds at each learning rate that has all of them, by rate."""
+    """Mean score over the seeds at each learning rate that has all of them, by rate.
+
+    Scores are fractions; there is at least one rate.
+    """
 
     means: dict[float, float]
 

@@ -120,7 +120,7 @@ _FAILURE_FILE = TypeAdapter(_FailureFile)
 
 @dataclass(frozen=True)
 class SplitScores:
-    """Scores of a run on one split, as fractions."""
+    """Scores of a run on one split, as fractions (see METRIC_BOUNDS), not percent."""
 
     score: float
     """The study's score."""
@@ -135,7 +135,11 @@ class SplitScores:
 
 @dataclass(frozen=True)
 class Result:
-    """One run of a results tree, with its scores or the reason of its failure."""
+    """One run of a results tree, with its scores or the reason of its failure.
+
+    `validation` and `test` are None if the run failed, `failure` is None if it did not. `family` is
+    the name of a task family.
+    """
 
     model: str
     family: str
@@ -164,10 +168,10 @@ class Result:
 
 
 def job_folder(job: FinetuneJob, dataset: str) -> Path:
-    """Return the folder of the results of `job` on `dataset`.
+    """Return the folder of the results of `job` on the data set named `dataset`.
 
     Returns:
-        OUTPUT/MODEL/FAMILY/DATASET/RUN, with RUN like lr2e-05_sd0.
+        OUTPUT/MODEL/FAMILY/DATASET/RUN, with RUN as in `run_folder`.
     """
     return run_folder(
         Path(job.output, job.model.name),
@@ -184,10 +188,11 @@ def run_folder(
 ) -> Path:
     """Return a run's folder `tree`/FAMILY/DATASET/lr2e-05_sd0.
 
-    The last part is TRAINSET_lr2e-05_sd0 for IR.
+    The last part is TRAINSET_lr2e-05_sd0 for IR; other families do not use `train_on`.
 
     Args:
-        tree: Folder of its model.
+        tree: Folder of the model's results.
+        rate: Peak learning rate.
     """
     run = f"lr{format_learning_rate(rate)}_sd{seed}"
     return tree / family / dataset / (f"{train_on}_{run}" if family == TaskFamily.IR else run)
@@ -195,7 +200,10 @@ def run_folder(
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """Result of a run on one data set, as it is written."""
+    """Result of a run on one data set, as it is written.
+
+    `steps` is the number of training steps to the end, or to the data set's early stop.
+    """
 
     dataset: str
     scores: Mapping[str, "Scores"]
@@ -204,12 +212,12 @@ class DatasetResult:
     protocol: FinetuneConfig
     """The job's, with automatic values resolved."""
     trained: str
-    """Digest of the trained weights."""
+    """SHA-256 (hex) of the weights that were evaluated."""
     seconds: Mapping[str, float]
     """Seconds by stage."""
     evaluations: Evaluations = ()
     best_step: int = 0
-    """Step of the best of `evaluations`."""
+    """Step of the best of `evaluations`, 0 without any."""
 
 
 def write_result(job: FinetuneJob, result: DatasetResult) -> None:
@@ -231,7 +239,11 @@ def write_result(job: FinetuneJob, result: DatasetResult) -> None:
 
 
 def write_failure(job: FinetuneJob, reason: str, *, step: int, protocol: FinetuneConfig) -> None:
-    """Write failed.json for each evaluation data set of `job`."""
+    """Write failed.json for each evaluation data set of `job`.
+
+    Args:
+        step: Training step, from 1, in or after which the run failed.
+    """
     for dataset in job.evaluate_on:
         values = _build_identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
         _write_json(job_folder(job, dataset.name) / FAILED, values)
@@ -289,10 +301,11 @@ def remove_partial_files(job: FinetuneJob) -> None:
 def read_job_state(job: FinetuneJob, dataset: str) -> Literal["finished", "failed", "missing"]:
     """Return whether results of `job` on a data set are finished, failed or missing.
 
-    The first two have a results.json or a failed.json.
+    A finished run has a results.json, also next to a failed.json; a failed one has only
+    failed.json.
 
     Raises:
-        InputError: Protocol or inputs differ from those of the file.
+        InputError: A file is malformed, or its protocol or fingerprints differ from the job's.
     """
     for name, state in ((RESULTS, "finished"), (FAILED, "failed")):
         path = job_folder(job, dataset) / name
@@ -335,8 +348,8 @@ def find_protocol_difference(
     Only the start of the file is read.
 
     Returns:
-        Text on the difference; None if there is none, or if the file is unreadable or lacks the
-        values.
+        Text on the difference, such as "batch_size is 16 there, 32 here"; None if there is none, or
+        if the file is unreadable or lacks the values.
     """
     try:
         with open(file, "rb") as stream:
@@ -477,7 +490,7 @@ def read_fields(path: Path) -> dict[str, Any] | None:
     """Return the JSON object of a result file, without scores of single examples.
 
     Returns:
-        The object, or None without a file.
+        The object, its lists of scores replaced as by `drop_score_lists`, or None without a file.
 
     Raises:
         InputError: The file is malformed.
@@ -532,16 +545,17 @@ def _all_equal(numbers: bytes) -> bool:
 
 
 def read_example_scores(path: Path, metric: str | None) -> list[float]:
-    """Return the test score of each example by `metric`.
+    """Return the test score of each example by `metric`, in the order of the split.
 
     Args:
+        path: results.json of a run.
         metric: Name of a metric; None: the study's.
 
     Returns:
         The scores, or [] if the file has none, or if their mean is not the split's, as for span F1.
 
     Raises:
-        InputError: The file is unreadable or malformed.
+        InputError: The file is missing, unreadable or malformed, or lacks the metric.
     """
     try:
         test = parse_json(_read_bytes(path))["test"]

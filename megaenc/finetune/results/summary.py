@@ -45,7 +45,10 @@ class GridSummaryConfig:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """Row of the score table, in percent: a model's metric on a data set or average."""
+    """Row of the score table, in percent: a model's metric on a data set or average.
+
+    `dataset` is `average of N` in averages, `metric` is PAPER_METRIC for the study's own score.
+    """
 
     model: str
     family: str
@@ -63,15 +66,21 @@ class SummaryRow:
     """The metric of a trivial predictor: majority class, most frequent tag of a word, never
     answering, random ranking. None if the results lack it."""
     seeds: int
+    """Number of seeds of `mean`, 0 without it."""
     runs: str
-    """Finished of planned runs, `30/30`."""
+    """Finished of planned runs, `30/30`; empty in averages."""
     collapsed: str
-    """Number of collapsed runs at the chosen rate with their reason, `2 of 5: REASON`."""
+    """Number of collapsed runs at the chosen rate with their reason, `2 of 5: REASON`; empty
+    without any, and in averages."""
 
 
 @dataclass(frozen=True)
 class RateRow:
-    """Row of the learning-rate table, in percent: a model's mean scores by rate."""
+    """Row of the learning-rate table, in percent: a model's mean scores by rate.
+
+    `means` has the rates with a score of every seed. Without such a rate, `chosen` is None and
+    `spread` is NaN.
+    """
 
     model: str
     family: str
@@ -83,7 +92,7 @@ class RateRow:
     near_best: int
     """Number of rates within one point of the best."""
     incomplete: tuple[float, ...]
-    """Rates that lack results of a seed, so that they cannot be chosen."""
+    """Rates that lack a finished run of a seed, so that they cannot be chosen."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +127,11 @@ def build_summary(
 ) -> GridSummary:
     """Return the GridSummary of `results`, by family, model and data set.
 
+    Averages follow the data sets of their family and model.
+
     Args:
         metrics: "paper", "standard" or "both".
+        kind: Kind of the intervals (see `compute_interval`).
     """
     order = list(TaskFamily)
     by_model: dict[tuple[TaskFamily, str], list[ScoreCell]] = defaultdict(list)
@@ -234,7 +246,8 @@ def format_interval(mean: float | None, half: float | None = None) -> str:
 def build_tables(summary: GridSummary) -> list[Any]:
     """Return rich's tables for the terminal: scores, and mean scores by learning rate.
 
-    There is one table of scores per task family; the other is left out for a single rate.
+    There is one table of scores per task family; the other comes last, and is left out for a single
+    rate.
     """
     rendered_tables = []
     for family in dict.fromkeys(row.family for row in summary.rows):
@@ -300,7 +313,7 @@ def _iterate_unusable_runs(summary: GridSummary) -> Iterator[tuple[str, Result, 
 def format_notes(summary: GridSummary) -> list[str]:
     """Return a line per model and data set for its failed runs and each collapse.
 
-    A line has the reason, and the rates and seeds of the runs.
+    A line has the reason, of failed runs the first one's, and the rates and seeds of the runs.
     """
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
     # Failures differ in their step, so they are grouped without the reason.
@@ -323,7 +336,7 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
     """Return the text of a file of the summary.
 
     Args:
-        suffix: Format: JSON (.json), CSV of the scores (.csv), or Markdown tables.
+        suffix: Format: JSON (.json), CSV of the scores (.csv), or Markdown tables (any other).
     """
     if suffix == ".json":
         values: dict[str, list] = {

@@ -43,7 +43,7 @@ class Scores(SplitScores):
         baseline: dict[str, float],
         metrics: dict[str, float] | None = None,
     ) -> Self:
-        """Return Scores whose `score` is the mean of `scores_i`.
+        """Return Scores whose `score` is the mean of `scores_i`, at least one.
 
         `metrics` defaults to the means of `metrics_i`.
         """
@@ -113,10 +113,13 @@ class FinetuneTask(ABC):
 
     @abstractmethod
     def evaluate(self, model: TaskModel, data: TokenizedSplit, examples: Examples) -> Scores:
-        """Return the Scores of the model on a split.
+        """Return the Scores of the model on a split, and leave the model in eval mode.
 
         Args:
             data: The split's `examples` as tokenized by `encode`.
+
+        Raises:
+            NonFinitePredictionError: A prediction is NaN or inf.
         """
 
     def clear_cache(self) -> None:
@@ -134,7 +137,7 @@ class FinetuneTask(ABC):
     def build_head(self, hidden_size: int) -> nn.Module:
         """Return a new linear layer, hidden_size to `output_count`, in float32.
 
-        Weights are random (sd 0.02), the bias is zero.
+        Weights are random (sd 0.02) by torch's generator, the bias is zero.
         """
         head = nn.Linear(hidden_size, self.output_count)
         nn.init.normal_(head.weight, std=0.02)
@@ -183,7 +186,8 @@ class FinetuneTask(ABC):
     def backward(self, model: TaskModel, data: TokenizedSplit, rows: np.ndarray) -> float:
         """Backpropagate the mean loss over targets of the texts `rows`; return the loss.
 
-        Texts that do not fit in one forward pass take several.
+        Gradients are added to those that parameters have. Texts that do not fit in one forward pass
+        take several.
         """
         count = max(1, int((self.get_targets(data, rows) != IGNORE_INDEX).sum()))
         total = torch.zeros((), device=model.device)
@@ -217,6 +221,8 @@ class FinetuneTask(ABC):
         after: int = 0,
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Yield (indices into `rows`, outputs) of each forward pass in eval mode.
+
+        Passes of shorter texts come first. The model stays in eval mode.
 
         Args:
             before: Number of other texts that count as done in `progress`.
@@ -253,6 +259,10 @@ class FinetuneTask(ABC):
 
     def describe_constant_prediction(self, predicted: np.ndarray, gold: np.ndarray) -> str | None:
         """Return "constant prediction LABEL" if all predictions are one label.
+
+        Args:
+            predicted: int64[examples], label indices, at least one.
+            gold: int64[examples], label indices.
 
         Returns:
             The text, or None if predictions differ, or if all gold labels are equal.

@@ -46,6 +46,9 @@ class Classification(FinetuneTask):
         """Return the Scores of the model on a split: accuracy and Matthews correlation.
 
         The baseline is the split's most frequent class.
+
+        Raises:
+            NonFinitePredictionError: A prediction is NaN or inf.
         """
         gold = data.columns["labels"]
         predicted = np.zeros(len(data), dtype=np.int64)

@@ -106,6 +106,9 @@ class QuestionAnswering(FinetuneTask):
 
         The score is position F1. The metrics `exact_match` and `f1` (of words) are those of
         extracted answers. The baseline never answers.
+
+        Raises:
+            NonFinitePredictionError: A prediction is NaN or inf.
         """
         # Answer sub-tokens that were cut off get positions after the row's end.
         bounds = zip(
@@ -144,12 +147,14 @@ def _find_answer_tokens(example: Question, characters: np.ndarray) -> np.ndarray
 def extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
     """Return the text of the predicted answer of `row`.
 
-    It is the run of positive log-odds in the context with the largest mean, empty without one.
+    It is the run of positive log-odds in the context with the largest mean, without spaces around
+    it, empty without such a run.
 
     Args:
         context: Text of the row's context.
         log_odds: float[sub-tokens of the row], the logit of inside minus that of outside, for the
             question too.
+        data: Result of `QuestionAnswering.encode`.
     """
     start, end = data.columns["context"][row]
     span = find_best_span(log_odds[start:end])

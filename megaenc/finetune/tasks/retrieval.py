@@ -28,7 +28,7 @@ class RetrievalTask(FinetuneTask):
 
     Cosines are scaled. All other documents of the batch are negatives, even equal ones. A batch
     larger than one forward pass uses gradient caching (`megaenc.finetune.model.gradient_caching`).
-    The score is NDCG.
+    The score is `retrieved_ndcg` at 10.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.IR
@@ -87,11 +87,14 @@ class RetrievalTask(FinetuneTask):
     def evaluate(
         self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples
     ) -> Scores:
-        """Return the Scores of ranking: NDCG, MRR @10 and recall @100.
+        """Return the Scores of ranking, each the mean over queries.
 
-        Queries without a relevant document are ignored (trec_eval); relevant documents that are not
-        in `examples.documents` count as misses. The baseline is the expectation of a random
-        ranking.
+        The score is `retrieved_ndcg`, the metrics are `ndcg@10`, `mrr@10` and `recall@100`. Queries
+        without a relevant document are ignored (trec_eval); relevant documents that are not in
+        `examples.documents` count as misses. The baseline is the expectation of a random ranking.
+
+        Raises:
+            NonFinitePredictionError: An embedding is NaN or inf.
         """
         judged_rows = np.flatnonzero(
             [bool(examples.relevant.get(query)) for query in examples.queries]
@@ -178,9 +181,11 @@ class RetrievalTask(FinetuneTask):
 def iterate_cosines(queries: Tensor, documents: Tensor) -> Iterator[np.ndarray]:
     """Yield the cosines of each query with all documents, float32[documents].
 
+    Queries and documents are in order.
+
     Args:
         queries: Embeddings of length 1, one a row.
-        documents: Embeddings of length 1, one a row.
+        documents: Embeddings of length 1, one a row, at least one.
     """
     block = max(1, _MAX_COSINES // len(documents))
     for some in queries.split(block):
@@ -234,7 +239,10 @@ def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> floa
 
 
 def reciprocal_rank(grades: np.ndarray, depth: int = 10) -> float:
-    """Return 1 / rank of the first document with a grade other than 0.
+    """Return 1 / rank, from 1, of the first document with a grade other than 0.
+
+    Args:
+        grades: int[documents], best first, 0 if not relevant.
 
     Returns:
         The reciprocal rank, or 0 if none of the first `depth` has such a grade.
@@ -244,9 +252,13 @@ def reciprocal_rank(grades: np.ndarray, depth: int = 10) -> float:
 
 
 def recall(grades: np.ndarray, relevant: int, depth: int = 100) -> float:
-    """Return the fraction of all `relevant` documents that are in the first `depth`.
+    """Return the fraction of all relevant documents that are in the first `depth`.
 
     Without relevant documents the result is 0.
+
+    Args:
+        grades: int[documents], best first, 0 if not relevant.
+        relevant: Number of all relevant documents.
     """
     return float(np.count_nonzero(grades[:depth]) / relevant) if relevant else 0.0
 
@@ -265,6 +277,10 @@ def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
 
     Fewer scores give fewer indices. Equal scores keep their order: with documents in the order of
     `compute_trec_order`, the ranking is trec_eval's.
+
+    Args:
+        scores: At least one, without NaN.
+        depth: At least 1.
     """
     depth = min(depth, len(scores))
     least = np.partition(scores, len(scores) - depth)[len(scores) - depth]
@@ -273,10 +289,14 @@ def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
 
 
 def find_own_document(query: str, grade_of: Mapping[str, int]) -> str | None:
-    """Return the id of the document that the ranking of `query` leaves out.
+    """Return the id of the document that the ranking of `query`, an id, leaves out.
 
     The document with the query's id is left out, as in BEIR, where such a document is the query
-    itself. None is left out if that document is judged relevant, as in sets that number pairs.
+    itself. It need not exist. None is left out if that document is judged relevant, as in sets that
+    number pairs.
+
+    Args:
+        grade_of: Grades of the query's relevant documents, by id.
     """
     return None if query in grade_of else query
 
@@ -286,9 +306,12 @@ def compute_query_baseline(
 ) -> dict[str, float]:
     """Return a query's expected metrics over random orders of `documents`.
 
+    The metrics are those of `compute_random_baseline`.
+
     Args:
-        grade_of: Grades of all relevant documents, also of those that are not ranked.
-        own: Document that is left out, or None.
+        grade_of: Grades of all relevant documents by id, also of those that are not ranked.
+        documents: Ids of all documents.
+        own: Id of the document that is left out, or None.
     """
     count = len(documents) - (own in documents)
     missing = [grade for document, grade in grade_of.items() if document not in documents]
@@ -303,9 +326,11 @@ def compute_random_baseline(
 ) -> dict[str, float]:
     """Return the expected score, ndcg@10, mrr@10 and recall@100 of a random order.
 
+    Results are cached, so a caller must not change them.
+
     Args:
-        documents: Number of documents.
-        all_grades: Grades of a query's relevant documents.
+        documents: Number of documents, at least 1.
+        all_grades: Grades of a query's relevant documents, at least one, above 0.
         missing: Those of `all_grades` whose documents are not ranked.
     """
     relevant = len(all_grades) - len(missing)

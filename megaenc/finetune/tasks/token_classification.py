@@ -74,8 +74,12 @@ class TokenClassification(FinetuneTask):
     ) -> Scores:
         """Return the Scores of the model on a split, each from 0 to 1.
 
-        The score is the mean tag F1 by sentence, the metrics are F1, precision and recall of spans.
-        The baseline is each word's usual tag.
+        The score is the mean tag F1 by sentence, the metrics are F1, precision and recall of spans
+        (`span_f1`). The baseline is each word's most frequent tag in the training split, which the
+        first call reads; other words get the most frequent tag of all.
+
+        Raises:
+            NonFinitePredictionError: A prediction is NaN or inf.
         """
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
         for row, logits in self.predict_texts(model, data):
@@ -168,6 +172,10 @@ def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.nd
     The study's score is equal to scikit-learn's `f1_score(gold, predicted, average="macro",
     zero_division=0)` on the words of one sentence.
 
+    Args:
+        gold: Tag indices of the words of each sentence, at least one word in each.
+        predicted: Tag indices of the same words.
+
     Returns:
         float64[sentences].
     """
@@ -188,7 +196,7 @@ def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     A span starts at a B, and at an I that follows O or another type.
 
     Returns:
-        (type, first word, last word) of each span.
+        (type, index of its first word, index of its last word) of each span, from 0.
     """
     spans = set()
     open_type = None
