@@ -213,7 +213,8 @@ def find_demo_corpus(folder: Path) -> DemoPaths | None:
 def read_demo_documents(folder: Path) -> Iterable[tuple[str, str]]:
     """Return (id, text) of the demo documents that are not held out.
 
-    They come from `folder`, or from the installed packages if it has no valid corpus.
+    They are a list from `folder`, or an iterator that reads the installed packages if it has no
+    valid corpus.
     """
     with contextlib.suppress(InputError):  # foreign files
         if built := find_demo_corpus(folder):
@@ -236,9 +237,10 @@ def is_held_out(document_id: str) -> bool:
 
 
 def find_demo_parts(prefixes: Iterable[str], folder: str | Path = "demo") -> tuple[str, ...] | None:
-    """Return those of PARTS that `prefixes`, or patterns of prefixes, name.
+    """Return those of PARTS that `prefixes`, or patterns of prefixes, name, sorted.
 
-    None if one of them names no corpus of the demo in `folder`.
+    The whole corpus is no part. None if one of them names no corpus of the demo in `folder`, where
+    the files may be missing.
     """
     demo = DemoPaths.in_folder(Path(folder))
     parts = {demo.data_prefix: "", **{demo.part_prefix(part): part for part in PARTS}}
@@ -261,9 +263,11 @@ def ensure_demo(
 ) -> DemoPaths:
     """Build what a demo lacks of text, tokenizer and corpora, and return its paths.
 
-    Concurrent processes wait for the first.
+    Every rank may call it: the first of each machine builds, and the others wait for its corpora
+    without a time limit. Other concurrent processes wait for the first.
 
     Args:
+        vocab_size: Number of token ids, special tokens included.
         parts: Those of PARTS for which a corpus of their own is built too.
 
     Raises:
@@ -373,7 +377,7 @@ def map_source_files(
 ) -> Iterator[Any]:
     """Yield `read(source)` for each of `sources`, in order, with a progress line.
 
-    There is one process per core; `label` names the progress.
+    There is one process per core, to which `read` is pickled; `label` names the progress.
     """
     with (
         start_pool(read, usable_core_count()) as read_all,
@@ -400,7 +404,7 @@ def _read_paragraphs(source: tuple[str, str]) -> list[tuple[str, str]]:
 def find_long_strings(source: str) -> list[tuple[int, str]]:
     """Return (line, text) of each string literal of 60 characters or more, sorted.
 
-    The list is empty for source that is not valid Python.
+    `source` is Python code, and lines count from 1. The list is empty if it is not valid.
     """
     try:
         constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
@@ -459,7 +463,8 @@ def strip_markup(text: str) -> str:
 def is_english_prose(text: str) -> bool:
     """Return whether `text` looks like English prose and not like code.
 
-    It is judged by length, case, final sign, letters and stop words.
+    `text` is one paragraph without markup. It is judged by length (8 words or more), case, final
+    sign, letters and stop words.
     """
     words = [word.strip(".,;:!?()\"'[]") for word in text.split()]
     count = len(words)

@@ -58,6 +58,10 @@ class WorkerProcess(ChildProcess):
         """Start the process.
 
         `work` must not be defined in `__main__`, because the process imports it by its module.
+
+        Args:
+            environment: All environment variables of the process.
+            output: File of stdout and stderr; None: those of this process.
         """
         pickled_work = pickle.dumps(work)
         self._connection, child_connection = Pipe()
@@ -70,7 +74,10 @@ class WorkerProcess(ChildProcess):
         self._thread.submit(self._connection.send_bytes, pickled_work)
 
     def submit(self, item: Any) -> Future:
-        """Return a future for `work(item)`, which may also raise WorkerProcessDied."""
+        """Return a future for `work(item)`, which may also raise WorkerProcessDied.
+
+        The call does not wait; items wait in a queue without limit.
+        """
         return self._thread.submit(self._call, item)
 
     def kill(self) -> None:
@@ -137,7 +144,10 @@ def start_workers(
     environment: Mapping[str, str],
     output: IO | int | None = None,
 ) -> Iterator[list[WorkerProcess]]:
-    """Start `count` worker processes, which are killed at the end of the block."""
+    """Start `count` worker processes, which are killed at the end of the block.
+
+    The arguments are those of WorkerProcess.
+    """
     with contextlib.ExitStack() as stack:
         workers = []
         for _ in range(count):

@@ -74,7 +74,7 @@ class Corpus:
             int64[D + 1] offsets and int64[D] lengths.
 
         Raises:
-            LocalInputError: An index that was too large to check is damaged.
+            InputError: An index that was too large to check is damaged.
         """
         if not _is_checked_at_once(self._index):
             check_index_arrays(self.prefix, self._index, self._tokens.dtype.type)
@@ -87,7 +87,10 @@ class Corpus:
     def document_lengths(self) -> np.ndarray:
         """Return int64[D], the lengths of all documents in tokens.
 
-        The first call reads the whole index.
+        The first call reads the whole index, and keeps 16 bytes a document in memory.
+
+        Raises:
+            InputError: An index that was too large for `open` to check is damaged.
         """
         return self._document_bounds[1]
 
@@ -97,10 +100,14 @@ class Corpus:
         Only these entries of the index are read.
 
         Args:
-            documents: Numbers from 0 to D (the end), consecutive in the last axis.
+            documents: Numbers from 0 to D (the end), of any shape; they must not fall along the
+                last axis.
+
+        Returns:
+            Array of the same shape.
 
         Raises:
-            LocalInputError: The offsets decrease.
+            LocalInputError: The offsets decrease along the last axis or leave the .bin.
         """
         sequences = self.first_sequences[documents]
         return self._check_offsets(
@@ -113,10 +120,10 @@ class Corpus:
         Only the index entries of the blocks' first documents are read.
 
         Returns:
-            int64[blocks + 1], in tokens.
+            int64[blocks + 1], in tokens. The last block may have fewer documents.
 
         Raises:
-            InputError: The offsets decrease.
+            InputError: The offsets decrease or leave the .bin.
         """
         path = f"{self.prefix}.idx"
         index = self._index
@@ -195,7 +202,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return a hash of the corpus: the sha256 of the .bin from the metadata.
+        """Return a hash of the corpus in hex: the sha256 of the .bin from the metadata.
 
         Without metadata it is a hash of the .idx and of the first and last megabyte of the .bin.
         """
@@ -230,7 +237,7 @@ class Corpus:
         """Return the special tokens around each document, from the metadata.
 
         Without metadata it is `eos_id` after each document, if it ends the first document that has
-        tokens.
+        tokens, else none. With metadata `eos_id` is not used.
         """
         if self.metadata is not None:
             return self.metadata.surrounding_tokens
@@ -251,8 +258,10 @@ class Corpus:
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
         """Return a copy of tokens start..stop-1 of a document, as int64.
 
+        Bounds are not checked: a `stop` after the document's end reads on in the .bin.
+
         Raises:
-            InputError: A token id is outside the vocabulary given to `check_vocabulary`.
+            LocalInputError: A token id is outside the vocabulary given to `check_vocabulary`.
         """
         if start == stop:
             return np.empty(0, dtype=np.int64)
@@ -263,8 +272,11 @@ class Corpus:
     ) -> np.ndarray:
         """Return tokens starts[i]..stops[i]-1 of each documents[i], joined, as int64.
 
+        There must be at least one token. Bounds are not checked, as in `tokens`. The first call
+        reads the whole index, see `document_lengths`.
+
         Raises:
-            InputError: A token id is outside the vocabulary given to `check_vocabulary`.
+            LocalInputError: A token id is outside the vocabulary given to `check_vocabulary`.
         """
         # The sequences of a document are contiguous in the .bin: one read may cross them.
         return self.read_ranges(
@@ -276,12 +288,14 @@ class Corpus:
     ) -> np.ndarray:
         """Return counts[i] tokens from offset begins[i] of the .bin, joined, as int64.
 
+        There must be at least one token. The index is not read.
+
         Args:
             documents: Documents of the ranges, for errors.
             begins: Offsets in tokens.
 
         Raises:
-            InputError: A token id is outside the vocabulary given to `check_vocabulary`.
+            LocalInputError: A token id is outside the vocabulary given to `check_vocabulary`.
         """
         if len(documents) <= _MAX_SLICED_DOCUMENTS:
             slices = zip(begins.tolist(), (begins + counts).tolist(), strict=True)
@@ -302,10 +316,12 @@ class Corpus:
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Check the metadata's tokenizer and the first token ids against `vocabulary`.
 
-        Later reads check their ids.
+        These are the first 4,194,304 ids. Later reads check theirs; before this call, reads check
+        none.
 
         Raises:
-            InputError: One of them does not fit.
+            InputError: The tokenizer is another one (see `check_tokenizer`), or an id is not in the
+                vocabulary.
         """
         if self.metadata is not None:
             check_tokenizer(self.prefix, self.metadata, vocabulary)
@@ -382,7 +398,10 @@ def check_index(prefix: str) -> type[np.number]:
 
 
 def refuse_raw_text(prefix: str) -> None:
-    """Raise InputError if `prefix` is a file, such as text not tokenized yet."""
+    """Raise InputError if `prefix` is a file, such as text not tokenized yet.
+
+    Files of a corpus pass: for these, other checks suggest the prefix.
+    """
     is_corpus_file = os.path.splitext(prefix)[1] in (".bin", ".idx") or os.path.isfile(
         f"{prefix}.idx"
     )
@@ -486,7 +505,8 @@ def check_metadata(
 def check_tokenizer(prefix: str, metadata: CorpusMetadata, vocabulary: Vocabulary) -> None:
     """Raise InputError unless the tokenizer in `metadata` fits `vocabulary`.
 
-    It must have the same fingerprint and no larger vocabulary.
+    It must have the same fingerprint, of which the template may be left out (see
+    `Vocabulary.is_of_tokenizer`), and no larger vocabulary.
     """
     identity = metadata.tokenizer
     if not vocabulary.is_of_tokenizer(identity.fingerprint, identity.text_fingerprint):
@@ -521,8 +541,10 @@ def _suggest_prefix(prefix: str) -> str:
 def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
     """Return the training, validation and test weights in text such as `99,1,0`.
 
+    They are as written, in any unit. Fractions such as `1/3` are allowed.
+
     Raises:
-        InputError: The text is no three weights, or all are zero.
+        InputError: The text is no three weights, one is negative, or all are zero.
     """
     weights = ()
     # A number with an exponent of many digits would fill the memory.
@@ -542,11 +564,11 @@ def split_documents(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Split documents 0..count-1 into training, validation and test by weight.
 
-    The order is random but fixed: the split depends only on the corpus, not on the run's seed. Each
-    part with a nonzero weight gets at least one document if there are enough.
+    The choice is random but fixed: it depends only on `count` and the weights, not on the run's
+    seed. Each part with a nonzero weight gets at least one document if there are enough.
 
     Args:
-        fractions: Weights of the three parts, in any unit.
+        fractions: Weights of the three parts, in any unit; not checked.
 
     Returns:
         Three sorted int64 arrays of document numbers.

@@ -55,7 +55,8 @@ class IndexArrays:
     def map(cls, path: str | Path, mode: Literal["r", "r+"] = "r") -> "IndexArrays":
         """Return the memory-mapped arrays of the .idx at `path`.
 
-        Its header and size must have been checked. With `mode` "r+" the arrays may be written.
+        Its header and size must have been checked. With `mode` "r+", assignments to the arrays
+        change the file.
         """
         with open(path, "rb") as stream:
             *_, sequences, indices = HEADER.unpack(stream.read(HEADER.size))
@@ -74,10 +75,11 @@ def read_entries(path: str | Path, array: np.memmap, numbers: np.ndarray) -> np.
 
     Args:
         path: File that `array` maps.
-        numbers: int64[n], indices of the entries.
+        array: Array as it was mapped, not a slice.
+        numbers: int64[n], indices of the entries, in any order.
 
     Returns:
-        int64[n], the entries.
+        int64[n], the entries in the order of `numbers`, read-only.
     """
     starts = np.array_split(array.offset + 8 * numbers, _READERS)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -96,10 +98,15 @@ def read_entries(path: str | Path, array: np.memmap, numbers: np.ndarray) -> np.
 class IndexedWriter:
     """Writer of one corpus: the .bin as documents are added, the .idx at the end.
 
-    `documents`, `sequences` and `tokens` count what has been added.
+    `documents`, `sequences` and `tokens` count what has been added. The files are written in place,
+    and only `finish` writes the .idx.
     """
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: str) -> None:
+        """Open the .bin, which is emptied if it exists.
+
+        `dtype` is the name of one of TOKEN_TYPES, as from `token_dtype`.
+        """
         self._bin_path = bin_path
         self._idx_path = idx_path
         self._dtype = np.dtype(dtype)
@@ -114,8 +121,10 @@ class IndexedWriter:
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
         """Append documents to the .bin and record their lengths for the .idx.
 
+        Nothing is checked, and token ids beyond the writer's dtype wrap around.
+
         Args:
-            tokens: dtype[sum(lengths)], the documents concatenated.
+            tokens: Integers [sum(lengths)], the documents concatenated.
             lengths: int32[sequences], length of each sequence, at least 1.
             counts: int32[documents], number of sequences of each document, at least 1.
         """
@@ -125,14 +134,15 @@ class IndexedWriter:
     def append_corpus(
         self, bin_path: Path, idx_path: Path, sha256: dict[str, str], keep: np.ndarray | None = None
     ) -> None:
-        """Append the documents of a finished .bin and .idx.
+        """Append the documents of a finished .bin and .idx of the same dtype.
 
         Args:
             sha256: Return value of `finish` of their writer.
-            keep: bool[documents], those to append; None: all.
+            keep: bool[documents], True for those to append; None: all.
 
         Raises:
-            InputError: A file does not have the hash in `sha256`.
+            InputError: A file does not have the hash in `sha256`. The .bin is hashed while it is
+                copied, so this writer must then not be finished.
         """
         index = idx_path.read_bytes()
         _check_sha256(idx_path, hashlib.sha256(index), sha256["idx"])
@@ -182,7 +192,7 @@ class IndexedWriter:
         """Close the .bin and write the .idx.
 
         Returns:
-            The sha256 of both files under `bin` and `idx`.
+            The sha256 of both files in hex under `bin` and `idx`.
         """
         self.close()
         hashed = hashlib.sha256()
@@ -221,9 +231,9 @@ class IndexedWriter:
 
 @contextlib.contextmanager
 def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWriter]]:
-    """Yield an IndexedWriter per corpus, closed but not finished afterwards.
+    """Yield a list of one IndexedWriter per corpus, and close them after the block.
 
-    `files` lists every .bin, then every .idx.
+    The caller finishes them. `files` lists every .bin, then every .idx in the same order.
     """
     with contextlib.ExitStack() as stack:
         writers = []

@@ -18,7 +18,8 @@ FORMAT = 1
 class TokenizerIdentity:
     """Tokenizer of a corpus: name, fingerprint, and ids of two special tokens.
 
-    `eos_id` ends documents, `mask_id` masks tokens; None if the tokenizer lacks it.
+    `eos_id` (EOS, else SEP) and `mask_id` are those of `Vocabulary`, None if the tokenizer lacks
+    them; `CorpusMetadata.eod` tells whether documents end with one.
     """
 
     name: str
@@ -42,7 +43,7 @@ class CorpusMetadata:
     format: int
     tokenizer: TokenizerIdentity
     vocab_size: int
-    """Number of token ids of the tokenizer."""
+    """Number of token ids of the tokenizer, with added tokens and without padding."""
     eod: int | None
     """Token id that ends every document; None if none was appended."""
     append_eod: bool
@@ -55,16 +56,15 @@ class CorpusMetadata:
     empty_documents: int
     """Number of documents left out because they hold no token."""
     skipped_lines: int
-    """Number of bad lines left out by --skip-bad-lines."""
+    """Number of bad lines, rows or files left out by --skip-bad-lines."""
     dtype: str
     """Token dtype of the .bin, `uint16` or `int32`."""
     bin_bytes: int
     idx_bytes: int
     sha256: dict[str, str]
-    """sha256 of the files, under `bin` and `idx`."""
+    """sha256 of the files in hex, under `bin` and `idx`."""
     sources: list[dict[str, Any]]
-    """One entry per input: `path` (name without folder), `bytes` on disk (null for Hub data sets),
-    `files` of a folder."""
+    """One entry per input, see `ResolvedInputs.origins`."""
     megaenc: str
     """Version of megaenc that wrote the corpus."""
     sentences: dict[str, Any] | None
@@ -81,7 +81,10 @@ class CorpusMetadata:
         return SpecialTokens.from_json(self.special_tokens, "field `special_tokens`")
 
     def write(self, path: Path) -> None:
-        """Write all fields of the metadata to the file `path` as a JSON object."""
+        """Write all fields of the metadata to the file `path` as a JSON object.
+
+        The file is replaced in place, not atomically.
+        """
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
@@ -96,8 +99,11 @@ def metadata_path(prefix: str | Path) -> Path:
 def read_corpus_metadata(prefix: str | Path) -> CorpusMetadata:
     """Return the checked contents of PREFIX.json.
 
+    They are not compared with the .bin and .idx, and unknown fields are ignored.
+
     Raises:
-        InputError: The file is missing, not JSON, of another format or incomplete.
+        InputError: The file is missing, not JSON, of another format or incomplete, or a value is
+            out of range.
     """
     path = metadata_path(prefix)
     try:

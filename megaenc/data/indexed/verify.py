@@ -48,10 +48,12 @@ class VerifiedCorpus:
     sequences: int
     tokens: int
     dtype: str
+    """Token dtype of the .bin."""
     bytes: int
     """Size of .bin and .idx."""
     unchecked: tuple[str, ...]
-    """Checks that were skipped because the metadata or a tokenizer is missing."""
+    """Names for the console, such as `sha256`, of the checks that were skipped because the metadata
+    or a tokenizer is missing."""
 
 
 def verify_corpus(
@@ -62,11 +64,14 @@ def verify_corpus(
     """Check all files of a corpus and return its counts and the checks skipped.
 
     Args:
-        vocabulary: Vocabulary of the tokenizer that must have made the corpus; None: any.
-        tick: Called with the number of bytes of each read.
+        prefix: Path of the files without extension.
+        vocabulary: Vocabulary of the tokenizer that must have made the corpus; None: any. If there
+            is no PREFIX.json, only the token ids are compared with it.
+        tick: Called with the number of bytes of each read, of the .idx and then of the .bin.
 
     Raises:
-        InputError: The first damage, with file, position, found and expected value.
+        InputError: A file is missing, unreadable or damaged. The message has the first damage with
+            file, position, found and expected value.
     """
     try:
         return _verify_files(str(prefix), vocabulary, tick)

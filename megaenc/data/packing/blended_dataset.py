@@ -28,11 +28,12 @@ from megaenc.errors import InputError
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     """Return the (weight, prefix or pattern) pairs of --data-path.
 
-    The words are `0.3 A 0.7 B`, or `A B`, whose weights are None.
+    The words are `0.3 A 0.7 B`, or `A B`, whose weights are None. Patterns are not expanded, and no
+    corpus is looked for.
 
     Raises:
-        InputError: The words have another form, a weight is not positive, or a corpus is given
-            twice.
+        InputError: The words have another form, one is empty, a weight is not positive, or a path
+            is given twice.
     """
     weights = [parse_weight(word) for word in words[::2]]
     if None not in weights and len(words) % 2 == 0:
@@ -67,7 +68,7 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
 def parse_weight(word: str) -> Fraction | None:
     """Return a word of --data-path as a number, or None if it is not one.
 
-    It is then the prefix of a corpus.
+    Numbers are as in `0.3`, `1e-3`, `1/3` and `-1`; other words are prefixes of corpora.
     """
     if re.search(r"[eE][+-]?\d{4}", word):
         return None  # a number with this exponent would fill the memory
@@ -88,7 +89,8 @@ def is_pattern(word: str) -> bool:
 def has_group(words: Sequence[str]) -> bool:
     """Return whether some corpora of --data-path share a weight.
 
-    They are those of a pattern, or of several words without weights.
+    They are those of a pattern, or of several words without weights. Errors are those of
+    `parse_data_path`.
     """
     pairs = parse_data_path(words)
     without_weights = len(pairs) > 1 and pairs[0][0] is None
@@ -108,10 +110,12 @@ class CorpusSource:
 def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
     """Return the sources of --data-path, with the corpora that match patterns.
 
-    Those of a pattern are in alphabetical order.
+    The sources are in the order of the words, the corpora of a pattern in alphabetical order. Words
+    without a pattern are not looked for.
 
     Raises:
-        InputError: A pattern matches no .idx file, or two words name the same corpus.
+        InputError: A pattern matches no .idx file, two words name the same corpus, or
+            `parse_data_path` refuses the words.
     """
     sources = []
     words_by_path: dict[str, str] = {}
@@ -146,13 +150,15 @@ def list_prefixes(words: Sequence[str]) -> list[str]:
 def weigh_corpora(
     sources: Sequence[CorpusSource], tokens: Sequence[int], temperature: float
 ) -> list[Fraction]:
-    """Return the weight of each corpus of `sources`.
+    """Return the weight of each corpus of `sources`, in their order.
 
     The corpora of a source share its weight in proportion to tokens ** temperature. If no weight is
-    given, all corpora share a weight of 1.
+    given, all corpora share a weight of 1. Weights are in the unit of the given ones.
 
     Args:
-        tokens: Training tokens of each corpus.
+        sources: At least one source.
+        tokens: Training tokens of each corpus, more than 0.
+        temperature: 1 for shares in proportion to tokens, 0 for equal shares.
     """
     if sources[0].weight is None:
         groups = [(Fraction(1), len(tokens))]
@@ -195,8 +201,14 @@ def describe_blend(
 ) -> str:
     """Return a text that is equal for the same corpora in the same order.
 
-    It has the content hashes of the corpora, with their shares if there are several. If the order
-    has no period, it is a digest of these and of --blend-max-epochs.
+    It is the content hash of a single corpus, or the content hashes of several with their shares.
+    If the order of several has no period, it is a digest of these and `max_epochs`.
+
+    Args:
+        shares: Weights that add up to 1.
+        fingerprints: `Corpus.fingerprint` of each corpus.
+        is_periodic: See `BlendedDataset.is_periodic`.
+        max_epochs: --blend-max-epochs.
     """
     if len(fingerprints) == 1:
         return fingerprints[0]
@@ -258,11 +270,17 @@ class BlendedDataset:
 
     @property
     def samples(self) -> int | None:
-        """Return the samples until all corpora have ended; None without an end."""
+        """Return the number of samples from `first_sample` until all corpora have ended.
+
+        None without an end.
+        """
         return self._order.samples
 
     def starting_at(self, first_sample: int, offsets: Sequence[int]) -> "BlendedDataset":
         """Return a copy that continues a run with sample `first_sample`.
+
+        The order of corpora starts anew; `limits` count the omitted packs too. The copy shares the
+        datasets. A copy must not be shifted again.
 
         Args:
             first_sample: Number of the copy's first sample.
@@ -275,21 +293,36 @@ class BlendedDataset:
         return shifted
 
     def __getitem__(self, sample: int) -> Pack:
-        """Return the Pack of sample number `sample`, counted from `first_sample`."""
+        """Return the Pack of sample number `sample`, which is `first_sample` or later.
+
+        Raises:
+            IndexError: `sample` is before `first_sample`.
+            InputError: All corpora have ended before it.
+        """
         corpus, number = self._order.locate(self._place_of(sample))
         return replace(self.datasets[corpus][int(self._offsets[corpus]) + number], sample=sample)
 
     def corpus_of_sample(self, sample: int) -> int:
-        """Return the index in `datasets` of the corpus that gives sample number `sample`."""
+        """Return the index in `datasets` of the corpus that gives sample number `sample`.
+
+        Errors are those of `dataset[sample]`.
+        """
         return self._order.locate(self._place_of(sample))[0]
 
     def next_packs(self, sample: int) -> list[int]:
-        """Return the number of the first pack of each corpus from `sample` on."""
+        """Return the number of the first pack of each corpus from `sample` on.
+
+        It counts all packs of the corpus, omitted ones too. `sample`, which is not checked, is
+        `first_sample` or later, and at most the end.
+        """
         return (self._offsets + self._order.packs_before(sample - self.first_sample)).tolist()
 
     @property
     def samples_before_repeat(self) -> int:
-        """Return the number of samples before any corpus starts its second epoch."""
+        """Return the number of samples before any corpus starts its second epoch.
+
+        They are counted from `first_sample`. If none starts it, they are all `samples`.
+        """
         first_epochs = np.array(
             [part.samples_before_repeat for part in self.datasets], dtype=np.int64
         )

@@ -28,8 +28,8 @@ _GROUP_BLOCKS = 4
 class DocumentBlocks:
     """Part of a corpus, in blocks of `size` consecutive documents.
 
-    `numbers`, int64[B], are those of its blocks. The last block of a corpus may have fewer
-    documents.
+    `numbers`, int64[B], are those of its blocks, from 0: block b has the documents b * size to
+    (b + 1) * size - 1. The last block of a corpus may have fewer.
     """
 
     size: int
@@ -124,9 +124,9 @@ class BlockStream(TokenStream):
         return self.corpus.read_ranges(documents[first : last + 1], begins, counts), counts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return the numbers of all documents in the order of `epoch` (0, 1, ...).
+        """Return the numbers of the documents with tokens in the order of `epoch`.
 
-        Only this method takes memory for each document.
+        Epochs are 0, 1, ... Only this method takes memory for each document.
 
         Returns:
             int64[documents].
@@ -137,7 +137,8 @@ class BlockStream(TokenStream):
     def permute_packs(self, count: int, epoch: int) -> Sequence[int] | np.ndarray:
         """Return a random order of the `count` packs of `epoch` (0, 1, ...).
 
-        For many packs it is computed where it is read.
+        It is a permutation of range(count). That of more than 1,048,576 packs is no array but a
+        KeyedPermutation, whose entries are computed where they are read.
         """
         if count <= MOST_SHUFFLED:
             return super().permute_packs(count, epoch)

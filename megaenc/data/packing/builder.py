@@ -49,14 +49,15 @@ class CorpusUsage:
 
     prefix: str
     share: float
-    """Share of the packs, from the weights."""
+    """Fraction of the blend's packs that the weights give to the corpus."""
     packs: int
+    """Number of packs of the corpus in this part of the run."""
     epochs: float
-    """Number of passes over the corpus."""
+    """Number of passes over the corpus in this part of the run."""
     dropped: float
-    """Share of the tokens that the packing leaves out."""
+    """Fraction of the corpus's tokens that the packing leaves out."""
     tokens: int
-    """Training tokens of the corpus."""
+    """Training tokens of the whole corpus, the length of one pass."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ class RunData:
             data_path: Prefixes or patterns, with a weight before each; without weights all share
                 one.
             vocabulary: Vocabulary that the corpora must fit.
-            split: Shares of training, validation and test documents.
-            packing: How training packs are cut.
+            split: Weights of training, validation and test documents, as in `parse_split`.
+            packing: How training packs are cut, a key of PACKINGS.
             seq_length: Tokens of a pack.
-            seed: Seed of the order of documents and packs.
+            seed: Seed of the order of training documents and packs.
             order: See `split_corpus`.
             temperature: Exponent of the sizes of corpora that share a weight.
             max_epochs: Passes over a corpus after which it leaves the blend; None: it never does.
@@ -184,9 +185,9 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that is equal for the same text in the same order.
+        """Return a text that is equal for the same corpora in the same order.
 
-        See `describe_blend`.
+        See `describe_blend`. Split, seed, packing and pack length are not part of it.
         """
         return self._describe(self.train.is_periodic, self.max_epochs)
 
@@ -212,10 +213,12 @@ class RunData:
     def corpus_usage(
         self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()
     ) -> list[CorpusUsage]:
-        """Return the use of each corpus by samples first..end-1.
+        """Return the use of each corpus by training samples first..end-1.
 
         Args:
-            without: Ranges of samples to leave out, (first, last) each.
+            end: Sample after the last, numbered in the run as `first` is.
+            without: Ranges of samples to leave out, (first, last) each, both included; they must
+                lie in first..end-1.
         """
         spans = [(first, end, 1), *((start, last + 1, -1) for start, last in without)]
         packs = [0] * len(self.corpora)
@@ -247,11 +250,12 @@ def open_corpora(
     """Open those of `prefixes` that are not in `opened` yet, and add them.
 
     Args:
-        opened: Corpora by the path of their .idx without links.
+        vocabulary: Vocabulary that the new ones are checked with; those in `opened` are not.
+        opened: Corpora by their `index_path`.
 
     Raises:
-        InputError: A corpus does not fit `vocabulary`, or there are more corpora than the process
-            may open files of.
+        InputError: A corpus cannot be opened or does not fit `vocabulary`, or there are more
+            corpora than the process may open files of.
     """
     paths = {index_path(prefix): prefix for prefix in prefixes}
     new = {path: prefix for path, prefix in paths.items() if path not in opened}
@@ -262,7 +266,7 @@ def open_corpora(
 
 
 def index_path(prefix: str) -> str:
-    """Return the path of the .idx of `prefix` without links."""
+    """Return the path of the .idx of `prefix`, absolute and without symbolic links."""
     return os.path.realpath(f"{prefix}.idx")
 
 
@@ -270,6 +274,8 @@ def check_same_special_tokens(
     first: str, special: SpecialTokens, second: str, other: SpecialTokens, flag: str = "--data-path"
 ) -> None:
     """Raise InputError unless two corpora have the same special tokens.
+
+    Their modes may differ.
 
     Args:
         first: Prefix of the corpus with the tokens `special`.
@@ -293,7 +299,8 @@ def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
     it in the same way.
 
     Args:
-        parts: (first sample, data) in order.
+        parts: (first sample, data) in order; each part ends where the next begins. Their data are
+            as RunData.open returns them.
 
     Returns:
         The data, with training packs numbered from each first sample on.
@@ -320,8 +327,12 @@ def split_corpus(
 ):
     """Return a corpus's training, validation and test documents by weight.
 
-    They are document numbers or, with `order` "blocks" for a corpus of more than 1,048,576
-    documents, blocks of documents.
+    They are ascending document numbers or, with `order` "blocks" for a corpus of more than
+    1,048,576 documents, blocks of documents, whose reads are then expected to be scattered. A part
+    may be empty.
+
+    Args:
+        order: "documents" or "blocks".
     """
     if order == "blocks" and len(corpus) > MOST_SHUFFLED:
         corpus.expect_random_reads()

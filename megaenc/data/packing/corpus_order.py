@@ -22,8 +22,8 @@ _LEAST_WEIGHT = 2.0**-500  # no corpus of less weight is ever read, and float64 
 def compute_sample_counts(weights: Sequence[Fraction]) -> list[int] | None:
     """Return each corpus's number of samples in a period of at most PERIOD samples.
 
-    The counts are exact if the weights allow it, else rounded to the nearest ones that add up to
-    PERIOD. None if a corpus would have no sample.
+    `weights` are positive, in any unit. The counts are exact if the weights allow it, else rounded
+    to the nearest ones that add up to PERIOD. None if a corpus would have no sample.
     """
     scale = lcm(*(Fraction(weight).denominator for weight in weights))
     parts = [int(weight * scale) for weight in weights]
@@ -82,8 +82,9 @@ def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
 class CorpusOrder(ABC):
     """Base class of orders: the corpus of each sample, and the number of its pack.
 
-    Samples are arranged in blocks of `block_size`, when one is needed; the packs of a corpus come
-    in order. `samples` is their number, None if there is no end.
+    All numbers are from 0. Samples are arranged in blocks of `block_size`, when one is needed; the
+    packs of a corpus come in order. `samples` is the number of samples, None if there is no end;
+    methods do not check that a sample is before it.
     """
 
     block_size: int
@@ -95,11 +96,19 @@ class CorpusOrder(ABC):
 
     @abstractmethod
     def arrange_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the corpus of each sample of a block, and its earlier samples there."""
+        """Return the corpus of each sample of block number `block`.
+
+        Returns:
+            Two arrays int32[block_size], shorter in the last block: the corpora, and the number of
+            earlier samples of the same corpus in the block.
+        """
 
     @abstractmethod
     def starting_at(self, packs: np.ndarray) -> "CorpusOrder":
-        """Return the order after int64[corpora] `packs` have been read elsewhere."""
+        """Return the order after int64[corpora] `packs` have been read elsewhere.
+
+        Its samples and packs are numbered from 0 again.
+        """
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Return the corpus that gives `sample` (0, 1, ...), and the number of its pack."""
@@ -117,9 +126,9 @@ class CorpusOrder(ABC):
         return packs + np.bincount(self.arrange_block(block)[0][:place], minlength=len(packs))
 
     def find_first(self, packs: np.ndarray) -> int:
-        """Return the first sample that is a pack from number packs[corpus] on.
+        """Return the first sample whose pack has number packs[corpus] or a later one.
 
-        `samples` if there is none.
+        `packs`, int64[corpora], has a number for each corpus. `samples` if there is none.
         """
         blocks = 1 if self.samples is None else -(-self.samples // self.block_size)
         while self.samples is None and not (self.count_packs(blocks) > packs).any():
@@ -153,7 +162,7 @@ class PeriodicOrder(CorpusOrder):
         return block * self._counts
 
     def arrange_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return int32[block_size], corpora and earlier samples of each block."""
+        """Return corpora and earlier samples, int32[block_size], the same for each block."""
         if self._period is None:
             corpora = interleave_corpora(self._counts.tolist())
             earlier = np.empty(self.block_size, dtype=np.int32)

@@ -27,9 +27,9 @@ class Pack:
     """Sample of a run: tokens, and document edges that attention never crosses."""
 
     sample: int
-    """Number of the sample in the run."""
+    """Number of the sample in the run, from 0."""
     epoch: int
-    """Pass over the data in which the pack starts."""
+    """Pass over its corpus, from 0, in which the pack starts."""
     tokens: np.ndarray
     """int64[T], token ids."""
     edges: np.ndarray
@@ -111,9 +111,9 @@ class CorpusPackedDataset(ABC):
 
     @abstractmethod
     def start_of_pack(self, pack: int) -> int:
-        """Return the token position in the stream at which a pack begins.
+        """Return the token position in the endless stream at which a pack begins.
 
-        `pack` is its number in stream order.
+        `pack` is its number in stream order, from 0, counted over all epochs.
         """
 
     def __getitem__(self, sample: int) -> Pack:
@@ -126,7 +126,7 @@ class CorpusPackedDataset(ABC):
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Return the number of tokens of all documents, the length of one epoch."""
+        """Return the number of tokens of the dataset's documents, the length of one epoch."""
         return self.stream.tokens_per_epoch
 
     @property
@@ -135,7 +135,7 @@ class CorpusPackedDataset(ABC):
         return self.first_sample_of_epoch(1)
 
     def packs_of_epochs(self, epochs: int) -> int:
-        """Return the number of packs of the first `epochs` epochs.
+        """Return the number of packs that start in the first `epochs` epochs.
 
         It is used for --blend-max-epochs.
         """
@@ -143,7 +143,7 @@ class CorpusPackedDataset(ABC):
 
     @property
     def dropped(self) -> float:
-        """Return the share of the tokens that is in no pack, here 0.0.
+        """Return the fraction (0 to 1) of the tokens that is in no pack, here 0.0.
 
         A packing that drops tokens overrides this.
         """
@@ -211,7 +211,8 @@ def check_two_chunks_fit(seq_length: int) -> None:
 def mean_squared_chunk_lengths(seq_length: int) -> float:
     """Return the mean sum of the two squared chunk lengths of a pack (random-length).
 
-    The mean is over all cut positions.
+    The mean is over all cut positions. `seq_length` must be 24 or more; see
+    `check_two_chunks_fit`.
     """
     shortest = SHORTEST_CHUNK
     longest = seq_length - SHORTEST_CHUNK

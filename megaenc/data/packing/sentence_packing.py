@@ -79,7 +79,7 @@ class SentencePackedDataset(CorpusPackedDataset):
     def start_of_pack(self, pack: int) -> int:
         """Return the token position in the stream of all epochs at which a pack begins.
 
-        `pack` is its number in stream order.
+        `pack` is its number in stream order, from 0.
         """
         epoch = self.epoch_of_sample(pack)
         start = self._pack_starts(epoch)[pack - self._first_samples[epoch]]
@@ -88,13 +88,13 @@ class SentencePackedDataset(CorpusPackedDataset):
     def packs_of_epochs(self, epochs: int) -> int:
         """Return `epochs` times the packs of the first epoch.
 
-        For the exact number all epochs would be shuffled.
+        It is an estimate; for the exact number all epochs would be shuffled.
         """
         return epochs * self.first_sample_of_epoch(1)
 
     @property
     def dropped(self) -> float:
-        """Return the share of the first epoch's tokens that is in no pack.
+        """Return the fraction (0 to 1) of the first epoch's tokens that is in no pack.
 
         These are the rests of cut sentences.
         """

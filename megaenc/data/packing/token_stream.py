@@ -42,7 +42,10 @@ class TokenStream(ABC):
         self.tokens_per_epoch: int
 
     def check_has_tokens(self, documents: int) -> None:
-        """Raise InputError if the stream's `documents` hold no token."""
+        """Raise InputError if an epoch of the stream has no token.
+
+        `documents` is the number of its documents, for the error.
+        """
         if self.tokens_per_epoch == 0:
             raise InputError(
                 f"{getattr(self.corpus, 'prefix', 'corpus')}: "
@@ -51,6 +54,9 @@ class TokenStream(ABC):
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return `count` tokens from position `start`, and their document edges.
+
+        They may reach over several documents and epochs; the first and last document may be cut.
+        `count` is at least 1.
 
         Returns:
             int64[count] token ids, and int32[D + 1] edges from 0 to `count`.
@@ -76,7 +82,11 @@ class TokenStream(ABC):
 
     @abstractmethod
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return the numbers of all documents in the order of `epoch`, int64 or int32[D]."""
+        """Return the numbers of the documents with tokens in the order of `epoch`.
+
+        Returns:
+            int64 or int32[documents].
+        """
 
     def permute_packs(self, count: int, epoch: int) -> Sequence[int] | np.ndarray:
         """Return a random order of the `count` packs of `epoch`.
@@ -126,7 +136,7 @@ class DocumentStream(TokenStream):
         return self.corpus.read_spans(self.documents[numbers], starts, stops), stops - starts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return the numbers of all documents in the order of `epoch`."""
+        """Return the numbers of the documents with tokens in the order of `epoch`."""
         return self.documents[self.epoch_order(epoch)[0]]
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -141,7 +151,7 @@ class DocumentStream(TokenStream):
 
 
 def narrow_to_int32(values: np.ndarray) -> np.ndarray:
-    """Return non-negative integers as int32 if they all fit, else unchanged.
+    """Return a copy of non-negative integers as int32 if they all fit, else `values`.
 
     It saves 400 MB for 100 million documents.
     """

@@ -26,6 +26,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
     """Return the prefix of each corpus in --valid-data-path `NAME=PREFIX`, by name.
 
+    The order is that of the words. No corpus is looked for.
+
     Raises:
         InputError: A word has another form, or a name is given twice.
     """
@@ -48,7 +50,7 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
 class UnshuffledPackedDataset(ConcatPackedDataset):
     """Packs of one corpus in the order of its token stream.
 
-    The first packs of any length hold the same text.
+    Whatever their length, the first packs hold the beginning of the same stream.
     """
 
     def _compute_pack_order(self, epoch: int) -> range:
@@ -68,7 +70,7 @@ class ValidationSet:
     special_tokens: SpecialTokens
     documents: np.ndarray | DocumentBlocks
     split: str
-    """Split whose validation part `documents` are."""
+    """Split whose validation part `documents` are; `0,1,0` for all of the corpus."""
     is_whole: bool
     """True if `documents` are all of the corpus."""
 
@@ -125,10 +127,13 @@ class ValidationSet:
 
     @property
     def identity(self) -> list[str]:
-        """Return content hash and split, which together determine the text."""
+        """Return [content hash, split], which together determine the text."""
         return [self.corpus.fingerprint, self.split]
 
     def pack(self, seq_length: int) -> BlendedDataset:
-        """Return the set's text in packs of `seq_length` tokens."""
+        """Return the set's text in packs of `seq_length` tokens.
+
+        They are endless; `samples_before_repeat` packs start in the first pass over the text.
+        """
         packs = UnshuffledPackedDataset(self.corpus, self.documents, seq_length, 0)
         return BlendedDataset([packs], [Fraction(1)], sources=[self.corpus.prefix])

@@ -29,9 +29,9 @@ changes a minute late."""
 
 
 class Claim:
-    """Context manager of a claim of this process.
+    """Context manager of a claim of this process, whose file `path` exists already.
 
-    The claim is renewed until the block ends, and then removed.
+    A thread renews the claim until the block ends, and it is then removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,8 +66,12 @@ class ClaimFolder:
     def acquire(self, name: str) -> Claim | None:
         """Return a new claim on `name`, or None if a live process holds it.
 
+        The caller must enter the claim at once, which is renewed from then on. A process of another
+        machine counts as dead only if calls over DEAD_SECONDS see no renewal.
+
         Raises:
             FileNotFoundError: The folder is gone.
+            OSError: The folder cannot be written to.
         """
         path = self._folder / f"{name}.claim"
         while True:

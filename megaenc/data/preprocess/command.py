@@ -33,6 +33,7 @@ from megaenc.processes import exit_on_sigterm
 def preprocess(settings: PreprocessConfig) -> list[Path]:
     """Tokenize the input to a corpus per JSON key and return the corpora's prefixes.
 
+    Prefixes are in the order of the keys. Messages, progress and a summary are printed.
     The .bin, .idx and .json of all corpora appear complete or not at all, the .idx last. Their
     bytes do not depend on workers, partitions or kinds of input files.
 
@@ -45,6 +46,9 @@ def preprocess(settings: PreprocessConfig) -> list[Path]:
 
 def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     """Return the job that `preprocess` runs, with flags, output and input checked.
+
+    It prints messages about the input, loads the tokenizer, and may train a sentence model. No
+    output is written.
 
     Raises:
         InputError: Flags, output, input or tokenizer are unusable.

@@ -94,7 +94,7 @@ class PreprocessConfig(resolve.InputConfig):
         )
 
     def check(self) -> None:
-        """Raise InputError for too many workers or a flag without effect."""
+        """Raise InputError for too many workers, a contradiction or a flag without effect."""
         if self.append_eod and self.special_tokens not in (None, "eod"):
             raise InputError(
                 f"--append-eod: found with --special-tokens {self.special_tokens}, expected one of "

@@ -38,7 +38,7 @@ _TOP_BITS = 32
 
 @dataclass(frozen=True)
 class Deduplication:
-    """Method of removing duplicates, with its parameters.
+    """Method of removing duplicates, with its parameters, which are for `minhash`.
 
     It is picklable, and callable from texts to their band keys.
     """
@@ -63,6 +63,9 @@ class Deduplication:
         """Return method and parameters for plan and metadata.
 
         For minhash they have the version of rensa's algorithm.
+
+        Raises:
+            InputError: The package rensa is needed and missing.
         """
         if self.method == "exact":
             return {"method": "exact"}
@@ -118,7 +121,8 @@ class Deduplication:
 def build_ngrams(text: str, size: int) -> list[str]:
     """Return the n-grams of `size` lower-case words of a text, with repetitions.
 
-    A shorter text is one n-gram, and one without any word is itself one.
+    A text of `size` words or fewer is one n-gram, and one without any word is itself one. A
+    character of a script without spaces, such as Han, is a word.
     """
     words = _WORD.findall(text.lower())
     if len(words) <= size:
@@ -148,12 +152,15 @@ def find_duplicates(
 ) -> np.ndarray:
     """Return bool[documents], True for each document that is to be removed.
 
-    It takes 9 bytes a document, and 50 for each of up to 134 million, or of as many as have the
-    same key.
+    Documents with an equal key in some band are linked, and of linked ones the first stays. It
+    takes 9 bytes a document, and 50 for each of up to 134 million, or of as many as have the same
+    key.
 
     Args:
-        read_band: Function of a band's number that yields uint64[words, n], the keys of successive
-            documents.
+        documents: Number of documents.
+        bands: Number of bands.
+        read_band: Function of a band's number, from 0, that yields uint64[words, n], the keys of
+            successive documents; called several times for each band of a large corpus.
         label: Name of the progress line.
     """
     parents = np.arange(documents, dtype=np.int64)

@@ -38,7 +38,8 @@ _MAX_THREADS = 4
 class CorpusOutputs:
     """Corpora that are being written, in the order of the JSON keys.
 
-    Each has a writer, the number of duplicates removed, and at the end metadata.
+    Each has a writer, the number of duplicates removed, and after the block metadata. `counts` are
+    those of the whole input, which the caller sets.
     """
 
     writers: list[IndexedWriter]
@@ -90,6 +91,9 @@ class PreprocessJob:
         """Start a pool of `count` threads or processes that tokenize blocks.
 
         Threads are used if they are as fast as processes, which need a second and a tokenizer each.
+
+        Returns:
+            Context manager of the pool, whose value is the function that tokenizes.
         """
         tokenizer = self.block_tokenizer
         # Blocks of these sources are small.
@@ -114,8 +118,11 @@ class PreprocessJob:
             band_keys: By key a list to which the band keys of documents are added; empty without
                 deduplication.
             ranges: Ranges of the input; None: all of it.
-            report: Called after each block with the bytes of `ranges` read until then, the counts
-                and the MB/s.
+            report: Called after each block with the bytes on disk of `ranges` read until then, the
+                counts until then, and the mean MB/s of decompressed text.
+
+        Raises:
+            InputError: A document is bad, the input has changed, or a worker process has died.
         """
         counts = dict.fromkeys(("documents", "skipped", "size"), 0)
         first = 0.0 if ranges is None else resolve.measure_ranges(self.inputs, ranges)[0]
@@ -142,7 +149,11 @@ class PreprocessJob:
         return counts
 
     def write_whole(self) -> list[CorpusMetadata]:
-        """Tokenize the input in one go, write all corpora and return their metadata."""
+        """Tokenize the input in one go, write all corpora and return their metadata.
+
+        The metadata are in the order of the JSON keys. Errors are those of `tokenize_ranges` and
+        `open_outputs`.
+        """
         with (
             self.start_workers(self.settings.workers) as tokenize,
             ProgressLine("tokenizing", self.inputs.known_size) as progress,
@@ -165,9 +176,14 @@ class PreprocessJob:
     def open_outputs(self, check: Callable[[dict[str, str]], None]) -> Iterator[CorpusOutputs]:
         """Yield all corpora to fill; afterwards write metadata and rename the files.
 
+        If the block fails, no file appears.
+
         Args:
             check: Called before renaming with the sha256 of each file by name; it may refuse by
-                raising InputError.
+                raising an error.
+
+        Raises:
+            InputError: A corpus has no document.
         """
         count = len(self.prefixes)
         hashes: dict[str, str] = {}

@@ -24,7 +24,8 @@ def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
     """Return the corpus prefix of each JSON key, OUTPUT_PREFIX_KEY_document.
 
     Raises:
-        InputError: Keys or file names are unusable.
+        InputError: There is no key, a key is repeated, empty or has a `/`, `output_prefix` ends
+            without a file name, or a file name is too long.
     """
     if not Path(output_prefix).name or output_prefix.endswith("/"):
         raise InputError(

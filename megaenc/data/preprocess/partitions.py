@@ -21,8 +21,9 @@ POLL_SECONDS = 2.0
 def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
     """Write the corpora of a job in partitions and return their metadata.
 
-    Missing partitions are written unless another process writes them, then all are merged unless
-    another process does so.
+    These are in the order of the JSON keys. Missing partitions are written unless another process
+    writes them, then all are merged unless another process does so. Any number of processes may
+    call it with an equal job; each returns when the corpora exist.
     """
     ranges = resolve.partition_inputs(job.inputs, job.settings.partitions)
     count = len(ranges)
@@ -65,6 +66,8 @@ def write_missing(
     job: PreprocessJob, folder: WorkFolder, ranges: list[list[resolve.DocumentRange]]
 ) -> None:
     """Write missing partitions that no other process claims, until all are done.
+
+    It also waits for those of other processes. `ranges` has the ranges of each partition.
 
     Raises:
         FileNotFoundError: The folder is gone.

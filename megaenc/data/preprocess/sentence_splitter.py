@@ -69,7 +69,8 @@ def load_installed_punkt(language: str) -> PunktModel | None:
 def train_punkt(texts: Iterable[str]) -> PunktModel:
     """Return a Punkt model trained on the beginning of `texts`.
 
-    It is trained on 4,000,000 characters; the same texts give the same model.
+    It is trained on 4,000,000 characters or fewer; later texts are not read. The same texts give
+    the same model.
     """
     from nltk.tokenize.punkt import PunktTrainer
 
@@ -90,7 +91,8 @@ def train_punkt(texts: Iterable[str]) -> PunktModel:
 def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
     """Return a function that splits a text into the list of its sentences.
 
-    Their concatenation is the text: white space between two sentences belongs to the second.
+    Their concatenation is the text: white space between two sentences belongs to the second. An
+    empty text is one empty sentence.
     """
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 

@@ -43,7 +43,8 @@ _OWN_FILES = re.compile(
 class Partition:
     """Partition that is being written, in the order of the JSON keys.
 
-    Each key has a writer and, for deduplication, the band keys of successive documents.
+    Each key has a writer and, for deduplication, the band keys of successive documents, as
+    `TokenizedBlock.band_keys` has them. The caller fills all of them, and `counts` by name.
     """
 
     writers: list[IndexedWriter]
@@ -55,7 +56,7 @@ class WorkFolder:
     """Folder of partitions 0..count-1 of a plan, on which their bytes depend.
 
     The plan has a field per flag. Each partition has a .bin and .idx per key and a JSON record of
-    plan, counts and hashes.
+    plan, counts and hashes. Nothing is read or written before `open`.
     """
 
     def __init__(
@@ -138,7 +139,8 @@ class WorkFolder:
     def new_partition(self, number: int) -> Iterator[Partition]:
         """Yield a partition to fill, whose files appear after the block or not at all.
 
-        The record appears last.
+        The record appears last. Files of the same partition are replaced. The caller should hold a
+        claim on it.
 
         Raises:
             InputError: The folder is gone.
@@ -181,7 +183,7 @@ class WorkFolder:
     def merge(self, writers: Sequence[IndexedWriter]) -> tuple[dict[str, int], list[int]]:
         """Append all partitions to `writers`, one per key, without duplicates.
 
-        Duplicates stay if there is no deduplication.
+        Duplicates stay if there is no deduplication. The writers are not finished.
 
         Returns:
             The sums of the partitions' counts, and the number of duplicates of each key.
@@ -227,7 +229,7 @@ class WorkFolder:
         atomic_write(self.path / MERGE_RECORD, json.dumps(hashes) + "\n")
 
     def remove(self) -> None:
-        """Remove the folder after the merge.
+        """Remove the folder after the merge, unless it is gone or of another plan.
 
         Raises:
             InputError: It cannot be removed.
@@ -244,9 +246,9 @@ class WorkFolder:
             ) from None
 
     def leave(self) -> int:
-        """Return the number of partitions after an error.
+        """Return the number of complete partitions after an error.
 
-        The folder is removed if it holds none and no claim.
+        The folder is removed if it holds nothing but its plan: no partition and no claim.
         """
         with contextlib.suppress(OSError):  # the first error is the one to report
             names = [name for name in os.listdir(self.path) if not name.startswith(".")]

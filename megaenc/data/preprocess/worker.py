@@ -15,21 +15,27 @@ from megaenc.data.tokenizer.special_tokens import SpecialTokens
 
 @dataclass(frozen=True)
 class TokenizedBlock:
-    """Tokens of the documents of a block, by JSON key, with counts and position."""
+    """Tokens of the documents of a block, by JSON key, with counts and position.
+
+    Documents without tokens are left out of the lists, separately for each key.
+    """
 
     tokens: list[np.ndarray]
+    """dtype[tokens] per key, the documents concatenated, special tokens included."""
     lengths: list[np.ndarray]
     """int32[sequences] per key, length of each document or, with sentence splitting, of each
     sentence."""
     counts: list[np.ndarray]
-    """int32[documents] per key, number of sequences of each document."""
+    """int32[documents] per key, number of sequences with tokens of each document."""
     band_keys: list[np.ndarray]
     """uint64[bands, words, documents] per key, see `deduplicate`; no list entry without
     deduplication."""
     documents: int
+    """Number of documents that could be parsed, those without tokens included."""
     skipped: int
+    """Number of bad documents left out."""
     size: int
-    """Number of bytes parsed."""
+    """Number of decompressed bytes parsed."""
     position: int
     """Position of the block in the input; see `TextBlock.position`."""
 

@@ -86,7 +86,7 @@ class ParquetFile(TextSource):
         self._starts = [0, *accumulate(rows)]
 
     def find_split_point(self, offset: int) -> int:
-        """Return the first row group at or after share `offset` / `size` of the rows."""
+        """Return the first row group at or after fraction `offset` / `size` of the rows."""
         return bisect.bisect_left(self._starts, offset * self._starts[-1] / max(self.size, 1))
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
@@ -143,7 +143,7 @@ class ParquetFile(TextSource):
 class SavedDatasetFile(TextSource):
     """Text source of one Arrow file written by `save_to_disk`.
 
-    Rows are documents, and split points are row numbers.
+    Rows are documents, and split points are row numbers from 0. The columns `keys` are not checked.
     """
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
@@ -167,7 +167,7 @@ class SavedDatasetFile(TextSource):
             ) from None
 
     def find_split_point(self, offset: int) -> int:
-        """Return the first row at or after share `offset` / `size` of the rows."""
+        """Return the first row at or after fraction `offset` / `size` of the rows."""
         return -(-offset * self.end // self.size)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
@@ -227,10 +227,16 @@ class HubDataset(TextSource):
     is_size_known = False
 
     def __init__(self, name: str, config: str | None, split: str, keys: Sequence[str]) -> None:
-        """Open the data set.
+        """Open the data set, and print that it is looked for.
+
+        Args:
+            name: Name on the Hub.
+            config: Configuration; None: the default one.
+            split: Name of the split.
+            keys: Columns of the texts.
 
         Raises:
-            InputError: It does not exist, or the Hub does not answer.
+            InputError: It does not exist, it lacks a column, or the Hub does not answer.
         """
         import datasets
 
@@ -292,7 +298,7 @@ class HubDataset(TextSource):
 def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
     """Raise InputError unless a table has one text column for each of `keys`.
 
-    `name` names the table in errors.
+    Columns may be dictionaries of texts. `name` names the table in errors.
     """
     check_columns(name, schema.names, keys)
     for key in keys:

@@ -41,16 +41,17 @@ class TextSource(ABC):
 
     @abstractmethod
     def find_split_point(self, offset: int) -> int:
-        """Return the first split point at or after share `offset` / `size`.
+        """Return the first split point at or after fraction `offset` / `size`.
 
-        It never falls when `offset` rises.
+        `offset` is from 0 to `size` bytes on disk. The split point never falls when it rises.
         """
 
     @abstractmethod
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         """Yield the documents from split point `start` to `stop` as blocks.
 
-        `before` bytes are added to their positions.
+        `before`, the bytes on disk of earlier sources, is added to the positions of blocks.
+        Documents are read as the iterator goes on.
         """
 
 
@@ -58,7 +59,7 @@ def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
     """Return (absolute path, bytes, modification time in ns) of each file, in order.
 
     Raises:
-        InputError: A file is missing.
+        InputError: A file is missing or cannot be accessed.
     """
     stats = []
     for path in paths:
@@ -77,10 +78,14 @@ class LineFile(TextSource):
     """
 
     def __init__(self, path: str, sample_by: str | None, encoding: str = UTF8) -> None:
-        """Open `path`.
+        """Read the size and the first bytes of `path`.
 
         Args:
             sample_by: `line` or `paragraph` for a text file, None for JSONL.
+            encoding: Name of the encoding, see `find_encoding`.
+
+        Raises:
+            InputError: The file is missing or cannot be read.
         """
         self.name = path
         self._sample_by = sample_by

@@ -71,6 +71,7 @@ class DelimitedFile(TextSource):
         Args:
             keys: Columns of the texts.
             is_csv: Whether cells may be quoted.
+            encoding: Name of the encoding, see `find_encoding`.
             delimiter: Character between cells; None for a comma in CSV, a tab in TSV.
 
         Raises:
@@ -103,9 +104,10 @@ class DelimitedFile(TextSource):
         return min(offset, 1)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[RowBlock]:
-        """Yield all rows as RowBlocks of about 4 MiB.
+        """Yield all rows as RowBlocks of about 4 MiB; none if `start` is `stop`.
 
-        `before` bytes are added to their positions.
+        `before` bytes are added to their positions. A row with another number of cells than the
+        header is a bad document.
 
         Raises:
             InputError: The end of a row cannot be found because of a wrong quote.
@@ -158,7 +160,8 @@ def get_delimiter(is_csv: bool) -> str:
 def find_other_delimiter(header: str, delimiter: str) -> str | None:
     """Return a usual delimiter that `header` has instead of `delimiter`.
 
-    None if it has `delimiter`, or no usual one.
+    It is the first of `;`, tab, comma and `|` that is in `header`. None if `header` has
+    `delimiter`, or none of these.
     """
     if delimiter in header:
         return None
@@ -170,7 +173,7 @@ def split_csv(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield (number of the first line, cells) of each record of a CSV file.
 
-    Empty records are left out.
+    Lines count from 1. The header is a record too; empty records are left out.
 
     Args:
         path: Name of the file, for errors.
@@ -196,7 +199,7 @@ def split_csv(
 def split_tsv(lines: Iterable[str], delimiter: str = "\t") -> Iterator[tuple[int, list[str]]]:
     """Yield (line number, cells) of each line of a TSV file.
 
-    There is no quoting, as in GLUE's files; empty lines are left out.
+    Lines count from 1. There is no quoting, as in GLUE's files; empty lines are left out.
     """
     for number, line in enumerate(lines, 1):
         content = line.removesuffix("\n").removesuffix("\r")

@@ -105,7 +105,7 @@ class ResolvedInputs:
     def check_unchanged(self, ranges: "Sequence[DocumentRange] | None" = None) -> None:
         """Raise InputError if a local file is gone or changed since it was resolved.
 
-        Its size and modification time are compared.
+        Its size and modification time are compared. Hub data sets are not checked.
 
         Args:
             ranges: Ranges whose files are checked; None: all.
@@ -132,9 +132,10 @@ class ResolvedInputs:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """Documents of source number `source`, between two split points.
+    """Documents of one source between two of its split points.
 
-    They begin at `start` and end before `stop`.
+    `source` is its index in `ResolvedInputs.sources`. The documents begin at split point `start`
+    and end before `stop`.
     """
 
     source: int
@@ -144,6 +145,11 @@ class DocumentRange:
 
 def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs:
     """Return the sources of every --input, with their metadata and messages.
+
+    Files are opened, but only headers and footers are read; data sets of the Hub are looked up.
+
+    Args:
+        keys: Keys or columns of the texts; columns must exist.
 
     Raises:
         InputError: An input, its columns or a flag cannot be used.
@@ -241,8 +247,10 @@ def read_blocks(
 def read_texts(inputs: ResolvedInputs, key: str) -> Iterator[str]:
     """Yield the text under `key` of each document of the input, in order.
 
+    Text files have the same text under every key.
+
     Raises:
-        InputError: The input or a document cannot be read.
+        InputError: The input or a document cannot be read, or has no text under `key`.
     """
     for block in read_blocks(inputs):
         for (text,) in block.parse([key], False).texts:
@@ -255,9 +263,9 @@ def full_ranges(inputs: ResolvedInputs) -> list[DocumentRange]:
 
 
 def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRange]]:
-    """Return at most `count` partitions of the input, each a list of ranges.
+    """Return 1 to `count` partitions of the input, each a list of ranges.
 
-    They are in order and of similar size in bytes.
+    They are in order, of similar size in bytes on disk, and together hold all documents.
     """
     ends = list(accumulate(source.size for source in inputs.sources))
     edges = [(0, 0)]
@@ -281,9 +289,9 @@ def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRa
 
 
 def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> tuple[float, float]:
-    """Return the bytes on disk before consecutive `ranges`, and those in them.
+    """Return the bytes on disk of the input before `ranges`, and those in them.
 
-    Both are estimated by split points.
+    Both are estimated by split points. There is at least one range, and they follow each other.
     """
     before = [0, *accumulate(source.size for source in inputs.sources)]
 

@@ -43,7 +43,7 @@ _COMPRESSION_ERRORS = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)
 
 
 class ParsedDocuments(NamedTuple):
-    """Documents of one parsed block."""
+    """NamedTuple of the documents of one parsed block."""
 
     texts: list[tuple[str, ...]]
     """One tuple per document, with a text per requested key."""
@@ -58,7 +58,7 @@ class TextBlock(ABC):
     """
 
     position: int
-    """Bytes on disk (compressed) read so far in the whole input, for progress."""
+    """Bytes on disk (compressed) of the whole input up to the block's end, for progress."""
     data: bytes
 
     @property
@@ -69,8 +69,11 @@ class TextBlock(ABC):
     def parse(self, keys: Sequence[str], skip_bad: bool) -> ParsedDocuments:
         """Return the texts of each document under `keys`, and count bad documents.
 
+        Blank lines are no documents; a text of a table or of JSON may be empty.
+
         Raises:
-            InputError: A document is bad, unless `skip_bad`; names its place.
+            InputError: A document is bad, unless `skip_bad`, or a file cannot be read; names the
+                place.
         """
         texts = []
         skipped = 0
@@ -255,7 +258,9 @@ class _Utf8Stream(io.RawIOBase):
 
 
 def find_encoding(name: str) -> str:
-    """Return the usual name of an encoding of text.
+    """Return Python's own name of an encoding of text, such as `iso8859-1` for latin1.
+
+    It is `utf-8` for `utf-8-sig`: byte order marks are dropped in any case.
 
     Raises:
         InputError: There is no such encoding; names --encoding.
@@ -300,9 +305,13 @@ def read_line_blocks(
     Args:
         start: Beginning of a line; 0 for compressed files and those in another `encoding`, which
             are read as a whole.
-        stop: End in bytes; None: that of the file.
+        stop: End in bytes, a line start or the length of the file; None: that length.
         before: Bytes added to positions.
         sample_by: See LineBlock; with `paragraph`, blocks hold whole paragraphs.
+
+    Raises:
+        InputError: The file cannot be read or is damaged, or `stop` is inside a line or after the
+            end, because the file has changed.
     """
     first_line = 1
     with open_decompressed(path, encoding) as (raw, stream):
@@ -350,9 +359,10 @@ def read_line_blocks(
 
 
 def find_line_start(path: str, offset: int) -> int:
-    """Return the first byte from `offset` on at which a line of a file begins.
+    """Return the number of the first byte from `offset` on at which a line begins.
 
-    It is the file's length if there is none. The file must not be compressed.
+    It is the file's length if there is none, and 0 for an `offset` up to 0. The file must not be
+    compressed.
     """
     if offset <= 0:
         return 0
@@ -364,7 +374,7 @@ def find_line_start(path: str, offset: int) -> int:
 
 
 def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the strings under `keys` of a mapping as a tuple.
+    """Return the strings under `keys` of a mapping as a tuple in the order of `keys`.
 
     Raises:
         InputError: A key is missing, or its value is no string.
@@ -409,6 +419,10 @@ def format_names(names: Iterable[str]) -> str:
 def decode_utf8(data: bytes, encoding: str = "utf-8-sig") -> str:
     """Decode UTF-8; `utf-8-sig` for the start of a file.
 
+    Args:
+        encoding: `utf-8-sig` drops a byte order mark, and refuses data that look like UTF-16;
+            `utf-8` does neither.
+
     Raises:
         InputError: The data are not UTF-8; names the format, or an encoding to give, if they look
             like a known one.
@@ -434,7 +448,7 @@ def decode_utf8(data: bytes, encoding: str = "utf-8-sig") -> str:
 def guess_encoding(start: bytes) -> str:
     """Return the encoding that the first bytes of a text look like.
 
-    It is one of utf-16, utf-16le, utf-16be and utf-8.
+    It is one of utf-16, utf-16le, utf-16be and utf-8, the last one also for fewer than two bytes.
     """
     if start.startswith(_UTF16_MARKS):
         return "utf-16"

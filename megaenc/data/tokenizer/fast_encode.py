@@ -68,8 +68,9 @@ class FastEncoder:
         """Build an encoder from the serialized backend of a Hugging Face fast tokenizer.
 
         Args:
-            use_gigatoken: Whether gigatoken may be used; None compares its ids with the reference
-                first.
+            use_gigatoken: True: gigatoken is used if it supports the tokenizer; False: it is not;
+                None: it is used if its ids on PROBES and on words of the vocabulary equal those of
+                tokenizers, too.
         """
         self._reference = load_backend(tokenizer_json)
         self._reference.no_padding()
@@ -123,6 +124,8 @@ class FastEncoder:
 
     def encode_concatenated(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts concatenated, and the token count of each text.
+
+        The ids are those of a call with the same texts.
 
         Returns:
             uint32[tokens] and int64[texts].

@@ -24,7 +24,10 @@ _PROBED_TOKENS = 1000  # of the vocabulary, to find a text that has a token
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Special tokens before and after each text, and the mode that chose them."""
+    """Ids of special tokens before and after each text, and the mode that chose them.
+
+    Without arguments there are none.
+    """
 
     mode: SpecialTokensMode = "none"
     before: tuple[int, ...] = ()
@@ -35,7 +38,7 @@ class SpecialTokens:
         """Return the SpecialTokens of a JSON object as `to_json` gives it.
 
         Raises:
-            InputError: The object is another one; names `place`.
+            InputError: `values` is another object; the message begins with `place`.
         """
         try:
             tokens = cls(values["mode"], tuple(values["before"]), tuple(values["after"]))
@@ -55,7 +58,7 @@ class SpecialTokens:
 
     @property
     def count(self) -> int:
-        """Return the number of special tokens of a text."""
+        """Return the number of special tokens that are put around a text."""
         return len(self.before) + len(self.after)
 
     def is_same(self, other: "SpecialTokens") -> bool:
@@ -144,8 +147,8 @@ def set_special_tokens(
 ) -> "PreTrainedTokenizerFast":
     """Return a tokenizer that adds exactly `special` to a text.
 
-    It is the same one if it does so already, else a changed copy. The copy ends, or begins, the
-    second text of a pair as the first one: `A <eos> B <eos>`.
+    It is `tokenizer` itself if it does so already, else a changed copy. The copy ends, or begins,
+    the second text of a pair as the first one: `A <eos> B <eos>`.
     """
     if special.is_same(read_template(tokenizer)):
         return tokenizer
@@ -195,7 +198,8 @@ def set_template(
 def drop_template(post_processor: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the parts of a post-processor that add no special tokens.
 
-    These are ByteLevel's, which only correct the characters that a token stands for.
+    `post_processor` is the object in tokenizer.json; None has no parts. The parts are ByteLevel's,
+    which only correct the characters that a token stands for.
     """
     if post_processor is None:
         return []

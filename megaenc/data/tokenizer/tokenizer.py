@@ -187,7 +187,8 @@ def encode_documents(
 ) -> list[np.ndarray]:
     """Return the ids of each text as uint32[tokens].
 
-    No token is added, and special tokens spelled in a text are text.
+    No token is added, special tokens spelled in a text are text, and unpaired surrogates become
+    U+FFFD.
     """
     return get_encoder(tokenizer)(texts)
 
@@ -198,7 +199,8 @@ def decode_in_spans(
     """Return (token count, text) of the shortest spans of `ids` of whole characters.
 
     A character may take several tokens; one whose tokens are incomplete becomes U+FFFD. The spans
-    are consecutive, and their concatenated texts are the text of all ids. Takes quadratic time.
+    are consecutive, and their concatenated texts are the text of all ids, special tokens included.
+    The list is empty without ids. It takes quadratic time.
     """
     decode = tokenizer.backend_tokenizer.decode
     ids = [int(token) for token in ids]

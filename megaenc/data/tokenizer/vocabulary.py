@@ -9,9 +9,10 @@ import numpy as np
 
 
 class TokenEnd(IntEnum):
-    """Kind of a token by its last character.
+    """Kind of a token by its last character, an IntEnum.
 
-    A word begins after a BREAK in any case. SAME is the kind of the token before.
+    LINE_END is a line feed or carriage return, SPACE other white space. A word begins after a BREAK
+    in any case. SAME is the kind of the token before.
     """
 
     LETTER = 0
@@ -38,12 +39,12 @@ class Vocabulary:
     eos_id: int | None
     """Id of the token that ends a document: EOS, else SEP; None without both."""
     mask_id: int | None
-    """Id of the mask token."""
+    """Id of the mask token; None without one."""
     special_ids: tuple[int, ...]
     """Ids that are not text, ascending; never hidden, nor predicted, except `eos_id` by `clm`."""
     fingerprint: str
     """sha256 in hex of everything that decides ids; equal for equal tokenizers wherever they are
-    stored. Empty for a made-up vocabulary, which fits any file."""
+    stored. Empty for a made-up vocabulary, which any file of collocations fits."""
     code_words: Callable[[], bytes] = field(default=bytes, repr=False, compare=False)
     """Compute `word_codes`, which takes a second for 128,000 ids."""
     hash_text_rules: Callable[[], str] = field(default=str, repr=False, compare=False)
@@ -67,13 +68,16 @@ class Vocabulary:
         return self.hash_text_rules()
 
     def is_of_tokenizer(self, *fingerprints: str | None) -> bool:
-        """Return whether one of `fingerprints` is of a tokenizer with these ids."""
+        """Return whether one of `fingerprints` is of a tokenizer with these ids.
+
+        They may be fingerprints or text fingerprints; None is skipped.
+        """
         return self.fingerprint in fingerprints or self.text_fingerprint in fingerprints
 
     def starts_words(self, tokens: np.ndarray) -> np.ndarray:
         """Return bool[T], whether a word begins with each of `tokens`, int64[T].
 
-        All are true without `word_codes`.
+        The first is always true, and all are without `word_codes`.
         """
         starts = np.ones(len(tokens), dtype=bool)
         if not self.word_codes or not len(tokens):
