@@ -46,7 +46,8 @@ _WITHOUT_FLOAT8 = ("A100", "A800", "A30", "MI210", "MI250X", "MI250")
 def peak_bf16_flops(name: str) -> float:
     """Return the dense peak bf16 FLOP/s of the accelerator called `name`.
 
-    It is 0.0 if PEAK_BF16_FLOPS lacks the accelerator.
+    It is that of the first key of PEAK_BF16_FLOPS that `name` contains, in any case, and 0.0
+    without one.
     """
     return PEAK_BF16_FLOPS.get(_find_model(name), 0.0)
 
@@ -119,6 +120,8 @@ class Backend:
 @functools.cache
 def detect_backend() -> Backend:
     """Return this process's Backend: accelerator LOCAL_RANK, or the CPU without any.
+
+    CUDA_DEVICE_MAX_CONNECTIONS is set to 1 in the environment if it is not set.
 
     Raises:
         InputError: There are more processes than accelerators.

@@ -32,15 +32,21 @@ def init_distributed(
 ) -> Backend:
     """Initialize torch.distributed and megatron-core's groups of this process.
 
+    All ranks call this together. It also sets torch's number of threads
+    (`divide_cores_among_ranks`) and the device.
+
     Args:
+        seed: Seed of megatron-core's random state; weights, data and masks do not depend on it.
         chunks: Model chunks per pipeline stage (`ParallelConfig.chunks_per_stage`).
-        timeout: Timeout of each collective.
+        timeout: Timeout of joining and of each collective.
 
     Returns:
         The hardware of this process.
 
     Raises:
-        InputError: The number of processes does not fit `layout`, or exceeds the accelerators.
+        InputError: The number of processes does not fit `layout`, or exceeds the accelerators; or
+            megatron-core is missing or of an unknown version.
+        RuntimeError: Not all processes join.
     """
     layout.check(get_world_size())
     backend = detect_backend()
@@ -69,7 +75,8 @@ def init_distributed(
 def check_launcher_variables() -> None:
     """Raise InputError for variables that are not as torchrun sets them.
 
-    Without any of them, this is a run of one process.
+    Without any of them, this is a run of one process; a message is printed if SLURM has started
+    several.
     """
     for name in LAUNCHER_VARIABLES:
         value = os.environ.get(name, "")
@@ -107,6 +114,12 @@ def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=
     """Initialize torch.distributed by the environment variables of torchrun.
 
     Without torchrun, the group has only this process.
+
+    Args:
+        timeout: Timeout of joining and of each collective.
+
+    Raises:
+        RuntimeError: Not all processes join.
     """
     if is_launched():
         store, rank, size = rendezvous(timeout)

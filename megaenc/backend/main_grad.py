@@ -17,7 +17,7 @@ def accumulate_matmul(
     """Add the product of two matrices to a float32 sum in place, and return the sum.
 
     Args:
-        sum_VH: Sum so far; None for zeros.
+        sum_VH: Sum so far; None for zeros, whose sum is a new tensor.
         in_float32: Whether the product of 16-bit matrices is not rounded to 16 bits, which only
             accelerators support.
     """

@@ -58,7 +58,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
     ) -> None:
         """Update those of `params` that have a gradient by an AdamW step.
 
-        `begin_step` has counted the step in their `group`.
+        `begin_step` has counted the step in their `group`. `lr` counts, not the group's.
         """
         params = [p for p in params if p.grad is not None]
         if not params:

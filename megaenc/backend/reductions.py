@@ -23,7 +23,7 @@ def reduce_over_ranks(
 ) -> list[float]:
     """Return each of `values` reduced over all ranks by `op`, in `dtype`.
 
-    Each rank passes the same number of values.
+    Each rank passes the same number of values. The default data type cuts off fractions.
     """
     tensor = torch.tensor(values, dtype=dtype, device=detect_backend().device)
     dist.all_reduce(tensor, op)
@@ -41,7 +41,8 @@ def gather_lowest(value: Value | None, limit: int = 1) -> tuple[dict[int, Value]
     """Return the values of the `limit` lowest ranks whose `value` is not None.
 
     Returns:
-        The values by rank, and the number of all ranks whose value is not None.
+        The values by rank, in order of rank, and the number of all ranks whose value is not None.
+        They are the same on all ranks, so that values must be picklable.
     """
     rank = dist.get_rank()
     size = dist.get_world_size()

@@ -28,6 +28,8 @@ from megaenc.training.plan import Plan
 def select_plan_attention(plan: Plan, backend: Backend) -> str:
     """Return the attention backend for a run, which passes self-tests on all ranks.
 
+    All ranks call this together; see `select_attention`.
+
     Raises:
         InputError: The backend of --attention-backend fails, or all do with "auto".
     """
@@ -56,14 +58,15 @@ def select_attention(
 ) -> str:
     """Return an attention backend that passes self-tests on all ranks.
 
-    All ranks call this together. With "auto", backends whose test fails are reported on the
-    console, as are versions of flash-attn.
+    All ranks call this together. Versions of flash-attn that fail are not used in this process
+    again. Rank 0 prints them and, with "auto", the available backends that fail before the
+    returned one.
 
     Args:
-        requested: Backend to test; "auto" for the first that passes.
+        requested: Name of the backend to test; "auto" for the first of BACKENDS that passes.
         masks: Kinds of attention that are needed.
-        **batch_shape: `seq_length` and `packs` of a micro-batch, without which long documents are
-            not tested.
+        **batch_shape: `seq_length`, the tokens of a pack, and `packs` of a micro-batch, without
+            which long documents are not tested.
 
     Raises:
         InputError: The requested backend fails, or all do with "auto".

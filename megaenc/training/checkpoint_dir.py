@@ -42,7 +42,7 @@ class CheckpointReadError(InputError):
 def name_machine() -> Iterator[None]:
     """Convert an OSError in the context into a CheckpointReadError.
 
-    It names this machine.
+    The new error names the file and this machine.
     """
     try:
         yield
@@ -108,15 +108,21 @@ class CheckpointDir:
         return self.folder / f"iter_{step:07d}"
 
     def steps(self) -> list[int]:
-        """Return the sorted steps of all checkpoint directories, complete or not."""
+        """Return the sorted steps of all checkpoint directories, complete or not.
+
+        There are none without the directory `checkpoints`.
+        """
         return sorted(
             int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal()
         )
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """Return state.json of checkpoint `step`.
+        """Return the content of state.json of checkpoint `step`, without its digest.
+
+        The digest and the sizes of all files are compared, the contents of the other files are not.
 
         Raises:
+            UnreadableCheckpointError: The file system fails to read it.
             DamagedCheckpointError: It is missing or bad, or a file is missing or has another size.
         """
         path = self.path(step)
@@ -166,7 +172,7 @@ class CheckpointDir:
     def is_complete(self, step: int) -> bool:
         """Return whether a checkpoint has a valid state.json and all its files.
 
-        Only the sizes of the files are compared.
+        Only the sizes of the files are compared. False if they cannot be read.
         """
         try:
             self.read_state(step)
@@ -235,10 +241,13 @@ def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str |
     """Return a message on the first missing file, or file of a wrong size.
 
     Args:
-        expected: Digests of the files of `folder` by name.
+        expected: Digests of the files of `folder` by name (`file_digests`).
 
     Returns:
         The message; None if all files match.
+
+    Raises:
+        OSError: The size of a file cannot be read.
     """
     for name, entry in expected.items():
         file = folder / name
@@ -257,13 +266,13 @@ def find_content_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> st
     """Return a message on the first file whose SHA-256 differs from the expected one.
 
     Args:
-        expected: Digests of the files of `folder` by name.
+        expected: Digests of the files of `folder` by name (`file_digests`).
 
     Returns:
         The message; None if all files match.
 
     Raises:
-        OSError: A file cannot be read.
+        OSError: A file is missing or cannot be read.
     """
     digests = file_digests(folder / name for name in expected)
     for name, entry in expected.items():

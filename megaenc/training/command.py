@@ -14,10 +14,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     """Train by the flags `argv`, or print the plan with --dry-run.
 
     The exit code is 75 if a signal or time limit ends the run, which also keeps torchrun from
-    restarting it.
+    restarting it. Errors are reported as by `handle_command_errors`.
 
     Args:
         argv: Flags; sys.argv's unless given.
+        prog: Name of the command for --help and errors.
     """
     die_with_launcher()
     exit_if_restart_forbidden()

@@ -103,7 +103,10 @@ class PretrainConfig:
     def check(self, world_size: int) -> None:
         """Raise InputError for values that do not fit each other or the processes.
 
-        The error names the flag.
+        The error names the flag. No file is read.
+
+        Args:
+            world_size: Number of processes of the run.
         """
         if not self.phases:
             self._check_settings(world_size)
@@ -245,7 +248,11 @@ class PretrainConfig:
                 )
 
     def check_rampup(self) -> None:
-        """Raise InputError if `--rampup-batch-size` is malformed."""
+        """Raise InputError if `--rampup-batch-size` is malformed.
+
+        It must have three numbers, whose increments lead to --global-batch-size in at most a
+        million steps.
+        """
         if self.rampup_batch_size is None:
             return
         flag = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
@@ -273,7 +280,7 @@ class PretrainConfig:
     def with_micro_batch_sizes(self, sizes: Sequence[int]) -> "PretrainConfig":
         """Return a copy with sizes[i] packs as micro-batch of phase i of --phases.
 
-        Without --phases, `sizes` has one number.
+        Phases count from 0. Without --phases, `sizes` has one number.
         """
         if not self.phases:
             return dataclasses.replace(self, micro_batch_size=sizes[0])
@@ -321,7 +328,10 @@ class PretrainConfig:
         return resolve_phases(self)
 
     def phase_at(self, step: int) -> PhaseConfig:
-        """Return the PhaseConfig of `step` (1, 2, ...); the last one for later steps."""
+        """Return the PhaseConfig of `step` (1, 2, ...).
+
+        It is the first one for step 0, and the last one for steps after the run.
+        """
         return next(
             (phase for phase in self.phase_configs if step <= phase.last_step),
             self.phase_configs[-1],
@@ -341,16 +351,20 @@ class PretrainConfig:
         )
 
     def samples_after(self, step: int) -> int:
-        """Return the number of samples (packs) that steps 1 to `step` read."""
+        """Return the number of samples (packs) that steps 1 to `step` read, on all ranks.
+
+        It is 0 for step 0. Steps after the run read as many as the last phase's.
+        """
         return sum(
             phase.settings.batch_sizes.first_sample(own + 1)
             for phase, own in self._steps_by_phase(step)
         )
 
     def tokens_after(self, step: int) -> int:
-        """Return the number of tokens that steps 1 to `step` read.
+        """Return the number of tokens that steps 1 to `step` read, on all ranks.
 
-        Each sample (pack) counts with the --seq-length of its phase.
+        Each sample (pack) counts with the --seq-length of its phase. Steps are as in
+        `samples_after`.
         """
         settings = [(phase.settings, own) for phase, own in self._steps_by_phase(step)]
         return sum(
@@ -387,7 +401,10 @@ class PretrainConfig:
 
     @property
     def total_iters(self) -> int:
-        """Return the number of steps of the whole run, over all phases."""
+        """Return the number of steps of the whole run, over all phases.
+
+        A branch counts those of its parent.
+        """
         return self.phase_configs[-1].last_step
 
     @property
@@ -437,6 +454,13 @@ def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
     """Return the configuration that the flags `argv` give.
 
     Flags override the preset of --model, which overrides --config, which overrides defaults.
+    Whether the values fit each other is left to `PretrainConfig.check`.
+
+    Args:
+        prog: Name of the command for --help and errors.
+
+    Raises:
+        InputError: A flag, the file of --config or the preset is invalid.
     """
     default = merge_defaults(argv, prog, PretrainConfig())
     return flags.parse(PretrainConfig, argv, prog=prog, description=DESCRIPTION, default=default)
@@ -445,7 +469,11 @@ def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
     """Return `default` with the file of --config and the preset of --model.
 
-    Fields that flags of `argv` replace are set to their defaults.
+    Fields that flags of `argv` replace (REPLACES) are set to their defaults. The values of these
+    flags are not applied.
+
+    Args:
+        prog: Name of the command for errors.
 
     Raises:
         InputError: The file or the preset is invalid.

@@ -57,7 +57,11 @@ class BatchSums:
     loss_count: int = 0
     """Divisor of the loss: the predicted tokens, or what the objective counts instead."""
     flops: float = 0.0
-    """FLOPs of matrix products, forward and backward."""
+    """FLOPs of matrix products, forward and backward.
+
+    They are those of both passes even if only the forward pass ran. Each micro-batch counts as a
+    whole, once for all its model-parallel ranks.
+    """
     group_sums: np.ndarray | torch.Tensor | float = 0.0
     """float64[2, G], losses and predicted tokens (sums of weights) of each of G TokenGroups; G is 0
     in training."""
@@ -67,12 +71,12 @@ class BatchSums:
 
     @property
     def loss(self) -> float | None:
-        """Return the mean loss over what the objective counts; None without it."""
+        """Return the mean loss over what the objective counts; None if that is 0."""
         return self.loss_sum / self.loss_count if self.loss_count else None
 
     @property
     def accuracy(self) -> float | None:
-        """Return the share of correct predictions; None without predictions."""
+        """Return the share of correct predictions, 0 to 1; None without predictions."""
         return self.correct / self.predicted if self.predicted else None
 
     def reduce(self, votes: Sequence[int] = ()) -> tuple["BatchSums", tuple[float, ...]]:
@@ -104,7 +108,7 @@ class TrainStepResult:
 
     metrics: BatchSums
     grad_norm: float
-    """Norm of the gradient before clipping."""
+    """Norm of the gradient before clipping, divided by `loss_count` as the loss is."""
     is_applied: bool
     """False if loss or gradient are not finite; weights and optimizer are then unchanged."""
     votes: tuple[float, ...] = ()
@@ -120,8 +124,13 @@ class Engine:
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
         """Build model chunks and optimizer.
 
+        All ranks call this together.
+
         Args:
             init_weights: Whether to initialize the weights; if not, the caller is to fill them.
+
+        Raises:
+            InputError: Attention backend or linear layers of the flags do not work here.
         """
         settings = plan.settings
         self.plan = plan
@@ -217,7 +226,10 @@ class Engine:
             encoder.set_rotary_base(settings.shape.rotary_base)
 
     def gather_parameters(self) -> None:
-        """Gather the weights that other ranks of a distributed optimizer update."""
+        """Gather the weights that other ranks of a distributed optimizer update.
+
+        All ranks call this together. Without a distributed optimizer nothing is done.
+        """
         if self.layout.use_distributed_optimizer:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -230,10 +242,12 @@ class Engine:
     ) -> TrainStepResult:
         """Train on the batch of `step` (1, 2, ...), but skip a non-finite update.
 
+        All ranks call this together.
+
         Args:
             votes: Returns numbers, as many on each rank. It is called when the work of the step is
                 given to the device, so that a signal during the step counts in it.
-            before_optimizer: Called with the sums over all ranks.
+            before_optimizer: Called with the sums over all ranks, when all gradients are reduced.
         """
         plan = self.plan
         self.step_timers = StepTimers()
@@ -259,7 +273,10 @@ class Engine:
         return TrainStepResult(sums, grad_norm, is_applied, vote_sums)
 
     def micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
-        """Return the specs of this rank's micro-batches of `step`."""
+        """Return the specs of this rank's micro-batches of `step`.
+
+        A sum of objectives has all micro-batches under the first, then all under the next.
+        """
         rows = self.micro_batch_samples(step)
         packs = self.plan.data_at(step).train
         specs = []
@@ -270,7 +287,10 @@ class Engine:
         return specs
 
     def work_share(self, step: int) -> float:
-        """Return this rank's tokens of `step`, filling included, over the ranks' mean."""
+        """Return this rank's tokens of `step`, filling included, over the ranks' mean.
+
+        It is 1 for equal shares.
+        """
         specs = self.micro_batch_specs(step)
         mean_packs = (
             self.plan.batch_size(step)
@@ -324,7 +344,11 @@ class Engine:
         return ranks * (FLOAT8_ALIGNMENT if aligned else 1)
 
     def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
-        """Return the sample numbers of each micro-batch of this rank in `step`."""
+        """Return the sample numbers of each micro-batch of this rank in `step`.
+
+        They are numbers in the data order. Data-parallel ranks share out the batch. A micro-batch
+        may be empty.
+        """
         sizes = {"global_batch_size": self.plan.batch_size(step)}
         sizes["micro_batch_size"] = self.plan.settings.phase_at(step).settings.packs_at_once
         sampler = dataclasses.replace(self.sampler, **sizes)
@@ -397,10 +421,12 @@ class Engine:
     ) -> tuple[float, float]:
         """Return this rank's summed loss and gradient norm of the samples `row`.
 
-        There is no update. The loss is 0 if this rank computes none. Within `no_grad_reduction`.
+        There is no update. The loss is 0 if this rank computes none; the norm is that of the
+        gradients that this rank holds. Ranks of a replica call this together, inside
+        `no_grad_reduction`.
 
         Args:
-            row: Samples, the same on all ranks of a replica.
+            row: Numbers of the samples of one micro-batch, the same on all ranks of a replica.
             packs: Data set, by default that of the first phase.
         """
         self.zero_grad()
@@ -428,8 +454,8 @@ class Engine:
     ) -> BatchSums:
         """Return the sums of all ranks under `objective` over `samples` of `packs`.
 
-        The first ones are read, in global batches of the phase entered last, and masks never
-        change.
+        All ranks call this together. The first packs are read, in global batches of the phase
+        entered last, and masks never change.
 
         Args:
             packs: Data set.
@@ -560,8 +586,8 @@ def finalize_summed_grads(
 ) -> None:
     """Reduce gradients as megatron-core does, but leave them undivided sums.
 
-    The number of tokens is known to all ranks without a reduction of its own (see
-    Engine._optimizer_step).
+    `num_tokens` is ignored: the number of tokens is known to all ranks without a reduction of its
+    own (see Engine._optimizer_step).
     """
     finalize_model_grads(model, None, **options)
 
@@ -569,6 +595,6 @@ def finalize_summed_grads(
 def repeat_iterator(items: Iterator, count: int) -> list[Iterator]:
     """Return `count` independent iterators over `items`.
 
-    A single one keeps no item alive, as `tee` does in blocks of 57.
+    A single one is `items` itself, so that no item is kept alive, as `tee` does in blocks of 57.
     """
     return [items] if count == 1 else list(tee(items, count))

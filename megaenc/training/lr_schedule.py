@@ -61,22 +61,22 @@ _RESOLVED = (
 
 
 def linear(elapsed: float) -> float:
-    """Return the rest 1 - r of a decay after its fraction r."""
+    """Return the remainder 1 - r of a decay after its fraction r."""
     return 1.0 - elapsed
 
 
 def cosine(elapsed: float) -> float:
-    """Return the rest (1 + cos(pi r)) / 2 of a decay after its fraction r."""
+    """Return the remainder (1 + cos(pi r)) / 2 of a decay after its fraction r."""
     return 0.5 * (math.cos(math.pi * elapsed) + 1.0)
 
 
 def minus_sqrt(elapsed: float) -> float:
-    """Return the rest 1 - sqrt(r) of a decay after its fraction r."""
+    """Return the remainder 1 - sqrt(r) of a decay after its fraction r."""
     return 1.0 - math.sqrt(elapsed)
 
 
 def exponential(elapsed: float) -> float:
-    """Return the rest 2 * 0.5^r - 1 of a decay after its fraction r."""
+    """Return the remainder 2 * 0.5^r - 1 of a decay after its fraction r."""
     return 2.0 * math.pow(0.5, elapsed) - 1.0
 
 
@@ -125,7 +125,10 @@ class LearningRateSchedule:
     min_lr) * f(r) over the last `decay` steps, where r = (n - 1 - (total - decay)) / decay, and f
     is the decay style `style`. The first of them still has the peak, and the rate of no step is
     zero. megatron-core has the same rates of decay, and its warm-up is one step later, so that the
-    rate of its first step is zero.
+    rate of its first step is zero. `warmup`, `decay` and `total` are numbers of steps.
+
+    Raises:
+        InputError: Warm-up and decay exceed `total`, or the style is unknown.
     """
 
     peak: float
@@ -158,7 +161,10 @@ class LearningRateSchedule:
         return self.decayed(elapsed)
 
     def decayed(self, elapsed: float) -> float:
-        """Return the learning rate after the fraction `elapsed` of the decay."""
+        """Return the learning rate after the fraction `elapsed` of the decay, 0 to 1.
+
+        It is the peak at 0.
+        """
         return self.min_lr + (self.peak - self.min_lr) * self._remaining(
             elapsed, **dict(self.options)
         )
@@ -173,10 +179,10 @@ class LearningRateSchedule:
 
     @classmethod
     def from_config(cls, config: LearningRateConfig, total: int) -> Self:
-        """Return the schedule of the flags `config` in a run of `total` steps.
+        """Return the schedule of the flags `config` in a run or phase of `total` steps.
 
         Raises:
-            InputError: The flags do not fit together.
+            InputError: The flags do not fit together, or the decay style is unknown or fails.
         """
         style = config.lr_decay_style
         shape = {
@@ -317,7 +323,7 @@ def resolve_steps(
     Args:
         flag: Name that both begin with: `--{flag}-iters`, `--{flag}-fraction`.
         iters: Value of the first.
-        fraction: Value of the second, a fraction of `total`, which is rounded.
+        fraction: Value of the second, a fraction of `total`; the product is rounded, halves up.
         default: Fraction without both flags.
 
     Raises:

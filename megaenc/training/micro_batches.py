@@ -61,7 +61,11 @@ class TokenGroups:
         return ranges[:, None] == np.arange(len(self.starts))
 
     def find_corpus(self, corpus: str) -> int:
-        """Return the index of the group of `corpus`, after those of the ranges."""
+        """Return the index of the group of `corpus`, after those of the ranges.
+
+        Raises:
+            ValueError: `corpora` lacks it.
+        """
         return len(self.starts) + self.corpora.index(corpus)
 
     def mean_losses(self, sums: np.ndarray) -> dict[str, dict[str, float]]:
@@ -71,6 +75,9 @@ class TokenGroups:
 
         Args:
             sums: Losses and counts of the groups, float64[2, G].
+
+        Returns:
+            The means by range of positions, such as `0-127`, and by corpus.
         """
         ranges = [f"{start}-{max(2 * start, FIRST_RANGE) - 1}" for start in self.starts]
         edge = len(ranges)
@@ -113,7 +120,7 @@ class MicroBatch:
     """Number of the row's last documents whose tokens count nothing."""
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return the spans of `packing` without the documents that only fill the row."""
+        """Return `packing.spans()` without the documents that only fill the row."""
         return self.packing.spans()[: len(self.packing.documents) - self.fill_documents]
 
 
@@ -137,7 +144,8 @@ def build_micro_batch(
         device: Device of the tensors.
         groups: Those of a validation, for packs of a BlendedDataset.
         weight: Factor of the losses and of their divisor.
-        length: Tokens of the row, which documents of zeros fill if the packs have fewer.
+        length: Least number of tokens of the row, which documents of zeros fill if the packs have
+            fewer.
         dropout: Whether the row is given random numbers for dropout, drawn under `seed` too.
     """
     read = [packs[sample] for sample in samples]
@@ -286,8 +294,9 @@ class DataParallelSampler:
 class Prefetcher:
     """Background thread that computes `build(key)` in advance.
 
-    It is up to DEPTH keys ahead of the one in use. A wrong guess of the next keys only costs the
-    time of building them. The thread ends with the interpreter or when this object is deleted.
+    It is up to DEPTH keys ahead of the one in use. Keys are compared by ==, and a wrong guess of
+    the next ones only costs the time of building them. The thread ends with the interpreter or when
+    this object is deleted.
     """
 
     def __init__(
@@ -301,7 +310,7 @@ class Prefetcher:
     def iterate(self, keys: Sequence[Any], following: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield `build(key)` for each of `keys` in order.
 
-        The iterator must be consumed completely.
+        The iterator must be consumed completely. Errors of `build` are raised at their key.
 
         Args:
             following: Likely keys of the next call, which it begins to build.

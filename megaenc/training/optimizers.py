@@ -54,7 +54,7 @@ class WeightShard:
     """Dimension that is divided over the tensor-parallel ranks; -1: each of them holds the whole
     weight."""
     group: int = 0
-    """Number of the optimizer's parameter group, which has a weight decay of its own."""
+    """Index of the optimizer's parameter group, which has a weight decay of its own."""
     parts: tuple[int, ...] = ()
     """Rows, in each of equal blocks of rows, of the matrices that Muon orthogonalizes separately;
     (): left to AdamW."""
@@ -376,7 +376,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Return megatron-core's optimizer of this rank's model chunks.
 
-    It is built around the optimizer of --optimizer.
+    It is built around the optimizer of --optimizer. All ranks call this together.
 
     Args:
         dtype: Data type in which the chunks compute.
@@ -428,7 +428,7 @@ def list_shards(
 ) -> list[WeightShard]:
     """Return a WeightShard for each weight of `chunks`, in their order.
 
-    Its parameter is the one that `optimizer` updates.
+    Its parameter is the one that `optimizer` updates, the only part of `chained_optimizers`.
     """
     groups = optimizer.optimizer.param_groups
     group_of = {

@@ -65,11 +65,12 @@ _SAMPLE_FIELDS = ("data", "split", "packing", "data_order", "seq_length", "seed"
 def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunInit:
     """Return the starting point of a run.
 
-    It is the one recorded in --save if there are checkpoints, else that of the flags.
+    It is the one recorded in --save if the flags name the same one and there are checkpoints, else
+    that of the flags. Without --branch-from and --init-from the weights are new.
 
     Args:
-        given: Fields whose values were given (None: all). Rotary positions among them may differ
-            from those of --init-from.
+        given: Names of the fields whose values were given (None: all). Rotary positions among them
+            may differ from those of --init-from.
 
     Raises:
         InputError: The parent run of `--branch-from` or `--init-from` does not match `plan`.
@@ -116,7 +117,8 @@ class ParentRun:
         """Read the run directory `run` given as `flag`.
 
         Args:
-            save: Run directory of the new run.
+            flag: Flag that names it, such as --branch-from, for errors.
+            save: Run directory of the new run; empty without one.
 
         Raises:
             InputError: The directory is invalid or equal to `save`.
@@ -153,7 +155,7 @@ class ParentRun:
     def read_progress(self, step: int) -> dict[str, Any]:
         """Return the counters and `skip_packs` of a checkpoint by name.
 
-        Counters are `tokens`, `flops`, ...
+        Counters are the PROGRESS_FIELDS.
 
         Raises:
             InputError: The checkpoint is damaged or lacks one of them.
@@ -172,7 +174,7 @@ class ParentRun:
             ) from None
 
     def check_has_checkpoint(self, flag: str, step: int | None) -> int:
-        """Return `step` if it has a checkpoint.
+        """Return `step` if it has a checkpoint, complete or not.
 
         Raises:
             InputError: It has none or is None; the error names `flag` and the steps that exist.
@@ -193,7 +195,7 @@ class ParentRun:
         """Raise InputError if the identities of this run and of `plan` differ.
 
         Args:
-            names: Fields to compare.
+            names: Entries to compare; a missing one equals None.
             reason: End of the error.
             at: Step of this run whose values are compared with those of the plan's first step, if
                 they change by phase.
@@ -289,7 +291,8 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
 def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
     """Return a run's identity with the values of the phase of `step` (1, 2, ...).
 
-    They replace those of the last phase.
+    They replace those of the last phase, which later steps have. An identity without phases is
+    unchanged.
     """
     rows = identity.get("phases", [])  # converted models have no steps
     return identity | next(

@@ -60,7 +60,7 @@ class BatchSizeSchedule:
     def first_sample(self, step: int) -> int:
         """Return the number of samples (packs) read before `step` (1, 2, ...).
 
-        It is the number of the step's first sample.
+        It is the position, from 0, of the step's first sample among those that are read.
         """
         ramp_steps = len(self.starts)
         return (
@@ -85,7 +85,7 @@ def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSch
     """Return a BatchSizeSchedule up to `full` packs a step.
 
     Args:
-        rampup: First size, increment and samples; None for a constant size.
+        rampup: First size, increment, and samples over which it grows; None for a constant size.
     """
     if not rampup:
         return BatchSizeSchedule(full)
@@ -162,8 +162,8 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
 def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "PretrainConfig":
     """Return `settings` without what `values`, applied over them, replace.
 
-    These are the fields that REPLACES names, and those of WSD's decay for another lr_decay_style. A
-    value of None replaces nothing.
+    These are the fields that REPLACES names, and those of WSD's decay for another lr_decay_style;
+    they get their defaults. A value of None replaces nothing. `values` themselves are not applied.
     """
     replaced = set()
     for given, value in values.items():
@@ -200,6 +200,8 @@ def _check_top_level(config: "PretrainConfig") -> None:
 
 def parse_phase(text: str, source: str) -> dict[str, Any]:
     """Return the fields of a phase, a YAML mapping as text.
+
+    Their names and values are not checked.
 
     Raises:
         InputError: `text` is no mapping; the error names `source`.

@@ -98,7 +98,8 @@ class Plan:
     def vocab_size(self) -> int:
         """Return the number of rows of the embedding.
 
-        It is --vocab-size, or without it the number of ids of the tokenizer.
+        It is --vocab-size, or without it the number of ids of the tokenizer. The padding that
+        tensor parallelism adds is not counted.
         """
         return self.settings.shape.vocab_size or self.vocabulary.size
 
@@ -157,7 +158,8 @@ class Plan:
     def samples_read(self, step: int) -> int:
         """Return the number of samples (packs) that steps 1 to `step` read.
 
-        Packs left out of the data do not count.
+        Packs left out by --skip-packs, --skip-samples and rewinds do not count. A branch counts
+        the steps of its parent.
         """
         return self.settings.samples_after(step)
 
@@ -169,7 +171,7 @@ class Plan:
         return self.skipped.sample_at(self.start.skip_samples, position)
 
     def batch_size(self, step: int) -> int:
-        """Return the global batch size of `step` in packs."""
+        """Return the global batch size of `step` (1, 2, ...) in packs."""
         return self.samples_read(step) - self.samples_read(step - 1)
 
     def step_tokens(self, step: int) -> int:
@@ -326,7 +328,7 @@ class Plan:
 
 
 def phase_identity(settings: PretrainConfig) -> tuple[str, ...]:
-    """Return the entries of a run's identity that may change by phase.
+    """Return the names of the entries of a run's identity that may change by phase.
 
     The identity's `phases` has them if they do.
     """

@@ -32,8 +32,8 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     demo/, built if missing; a dry run builds nothing.
 
     Args:
-        given: Fields whose values were given and are no defaults (None: all), which may change
-            rotary positions of --init-from.
+        given: Names of the fields whose values were given and are no defaults (None: all), which
+            may change rotary positions of --init-from.
 
     Raises:
         InputError: Settings, data or parent run do not fit.

@@ -60,6 +60,9 @@ class RunDir:
     def __init__(self, path: Path, plan: "Plan"):
         """Lock the directory and check that it is empty or holds this run.
 
+        It is created if missing. Under torchrun the lock is waited for, as the processes that a
+        restart replaces may still hold it.
+
         Raises:
             InputError: Another process holds the lock, or the directory holds something else.
         """
@@ -97,6 +100,10 @@ class RunDir:
 
         Rows after `step`, the step before the next one, are dropped first. Temporary files of a
         killed start are removed.
+
+        Args:
+            kernels: Kernels in use, for run.json.
+            step: Last step whose rows stay; -1 for none.
         """
         files = (
             RUN_FILE,
@@ -148,8 +155,11 @@ class RunDir:
     def drop_rows_after(self, step: int) -> None:
         """Delete rows after `step`, and a cut-off last row, from all metrics files.
 
+        Missing files stay missing.
+
         Raises:
-            InputError: A row before one up to `step` is invalid; the error names the line.
+            InputError: A line before the last row to keep is invalid, and the error names it; or a
+                file cannot be read or written.
         """
         rows = {
             file: _read_rows(self.path / file, step)
@@ -164,10 +174,13 @@ class RunDir:
     def append_row(self, file: str, row: dict[str, Any]) -> None:
         """Append a row as a JSON line to the metrics file `file`.
 
-        NaN and infinity are written as null.
+        NaN and infinity are written as null, except in nested dictionaries.
+
+        Args:
+            file: Name of the file in the directory, such as METRICS_FILE.
 
         Raises:
-            LocalInputError: The file cannot be written.
+            LocalInputError: The file cannot be written, or the lock is lost.
         """
         row = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -182,7 +195,7 @@ class RunDir:
         """Flush all metrics files to the disk (fsync), before a checkpoint is saved.
 
         Raises:
-            LocalInputError: A file cannot be flushed.
+            LocalInputError: A file cannot be flushed, or the lock is lost.
         """
         for file in (METRICS_FILE, VALIDATION_FILE, STRAGGLERS_FILE):
             path = self.path / file
@@ -273,7 +286,7 @@ def describe_difference(
 ) -> str | None:
     """Return text on the first differing field of two identities; None if equal.
 
-    It is such as `seed is 1 there, 2 here`.
+    It is such as `seed is 1 there, 2 here`. A missing field equals None.
 
     Args:
         names: Words for `there` and `here`, such as ("on rank 0", "on rank 3").

@@ -22,7 +22,10 @@ PROGRESS_FIELDS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "lo
 
 @dataclass(frozen=True)
 class Ancestor:
-    """Earlier run or Hugging Face model that weights come from."""
+    """Earlier run or Hugging Face model that weights come from.
+
+    `step` is that of the checkpoint, `tokens` are those read up to it: 0 for a Hugging Face model.
+    """
 
     run: str
     """Its directory or name, as given in the command."""

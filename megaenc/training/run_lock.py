@@ -68,7 +68,7 @@ class RunLock(FileLock):
             time.sleep(0.1)
 
     def acquire(self) -> bool:
-        """Return, without waiting, whether the lock was acquired.
+        """Try to acquire the lock without waiting; return whether it was acquired.
 
         Directory and lock file are created if missing.
 
@@ -106,7 +106,10 @@ class RunLock(FileLock):
         os.utime(self._descriptor)
 
     def remove(self) -> None:
-        """Remove the lock file if this lock has created it."""
+        """Remove the lock file if this lock has created it.
+
+        The lock is not released. Errors of the removal are ignored.
+        """
         if self.created:
             with contextlib.suppress(OSError):
                 self.path.unlink()

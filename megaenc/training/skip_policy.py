@@ -22,7 +22,7 @@ def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
     They are those of --skip-packs and rewinds, else those recorded in --save or in the parent.
 
     Returns:
-        The packs, and the ranges of each rewind.
+        The packs, and the ranges of each rewind recorded in --save, as text.
 
     Raises:
         InputError: `--skip-packs` differs from the recorded ones in what has been read already.
@@ -110,7 +110,7 @@ def plan_after_rewind(plan: Plan, step: int, checkpoint_steps: Sequence[int]) ->
     """Return `plan` skipping also the packs that led to a spike at `step`.
 
     They are those of the last --rewind-skip-iters steps up to `step`, but only after the earliest
-    checkpoint.
+    checkpoint, or after the run's start without any.
 
     Args:
         checkpoint_steps: Steps of the checkpoints to which the run can return.

@@ -45,7 +45,7 @@ class SkippedPacks:
     def parse(cls, texts: Iterable[str]) -> Self:
         """Return the set of --skip-packs values such as `1200-1215` or `1300`.
 
-        `none` as the only value is the empty set.
+        `none` as the only value is the empty set, as are no values.
 
         Raises:
             InputError: A value is no number or range.
@@ -71,7 +71,7 @@ class SkippedPacks:
     def format_short(self, separator: str = " ") -> str:
         """Return the ranges as one text such as `1200-1215 1300`.
 
-        `separator` joins them; `...` stands for those beyond 8.
+        `separator` joins them; `...` stands for those beyond 8. It is empty without any.
         """
         return separator.join(
             self.texts

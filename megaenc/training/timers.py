@@ -42,7 +42,10 @@ class StepTimers:
         self.processor[part] += time.thread_time() - processor
 
     def measure_items(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield `items` up to the first None, and add their seconds to `part`."""
+        """Yield `items` up to the first None, and add their seconds to `part`.
+
+        These are the seconds of producing them.
+        """
         iterator = iter(items)
         while True:
             with self.measure(part):
@@ -52,7 +55,10 @@ class StepTimers:
             yield item
 
     def seconds(self) -> dict[str, float]:
-        """Return wall-clock seconds by part; forward_backward is without data."""
+        """Return wall-clock seconds of data, forward_backward and optimizer.
+
+        Here forward_backward is without data.
+        """
         forward_backward = self.wall[FORWARD_BACKWARD] - self.wall[DATA]
         return {
             DATA: self.wall[DATA],
@@ -64,8 +70,8 @@ class StepTimers:
 def memory_usage(backend: Backend) -> dict[str, float]:
     """Return this process's memory in GiB by metric name.
 
-    With a GPU these are its peaks, allocated and reserved, and the resident host memory; on a CPU
-    only `memory_gib`, the resident host memory.
+    With a GPU these are its peaks since the last reset of torch's statistics, allocated and
+    reserved, and the resident host memory; on a CPU only `memory_gib`, the resident host memory.
     """
     resident = psutil.Process().memory_info().rss / 2**30
     if backend.is_cpu:

@@ -71,8 +71,8 @@ class Outcome:
 def pretrain(plan: Plan, backend: Backend) -> bool:
     """Train or resume a run, and save it if --save is given.
 
-    The newest checkpoint in --save is resumed. The run ends with the last step, by --exit-interval
-    or a callback, or if a signal or time limit stops it.
+    All ranks call this together. The newest checkpoint in --save is resumed. The run ends with the
+    last step, by --exit-interval or a callback, or if a signal or time limit stops it.
 
     Returns:
         False if a signal or time limit stopped it before the last step.
@@ -111,7 +111,11 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
 
 
 def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
-    """Train from the newest checkpoint to the last step, a stop or a rewind."""
+    """Train from the newest checkpoint to the last step, a stop or a rewind.
+
+    All ranks call this together. Without a checkpoint the run begins at the starting point of
+    `plan`. A complete run is only reported.
+    """
     settings = plan.settings
     output = settings.output
     total = settings.total_iters
@@ -226,7 +230,14 @@ class Trainer:
             self.callbacks.append(kind(self, **options))
 
     def request_stop(self, reason: str) -> None:
-        """End the run, saved, after the step that is trained now or next; for any rank."""
+        """End the run after the present step, saved with --save; for any rank.
+
+        Unlike a signal, it ends the run with exit code 0. A request before the first step counts
+        after it.
+
+        Args:
+            reason: Text that the last line of the run gives as the reason.
+        """
         self._stop_reason = reason
 
     def stop_reason(self) -> str:

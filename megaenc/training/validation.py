@@ -113,7 +113,14 @@ class ValidationPart:
     def score(
         self, engine: Engine, text: str, objective: Objective, before_pass: Callable[[], object]
     ) -> dict[str, float | dict[str, float] | None]:
-        """Return the scores of `engine` under the objective `text`, see `Validator`."""
+        """Return the scores of `engine` under the objective `text`, see `Validator`.
+
+        All ranks call this together.
+
+        Args:
+            text: Text of `objective`, a key of `most_frequent`.
+            before_pass: Called before each pass of a pseudo-perplexity after the first.
+        """
         metrics = BatchSums()
         for number, part in enumerate(
             objective.parts if isinstance(objective, PseudoPerplexity) else (objective,)

@@ -40,6 +40,10 @@ def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]
     """Return the started loggers that flags of `plan` request.
 
     There are none on ranks except 0.
+
+    Args:
+        run_dir: Directory that keeps the id of the Weights & Biases run; None without --save, for
+            a new id.
     """
     monitoring = plan.settings.monitoring
     save = plan.settings.output.save
@@ -65,11 +69,17 @@ def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]
 class TensorBoardLogger:
     """Logger that writes a run's rows and flags to TensorBoard event files.
 
-    Numbers are float64. All files are in one directory.
+    Numbers are float64. All files are in one directory. `drop_rows_after`, which opens the first
+    file, must be called before the other methods.
     """
 
     def __init__(self, folder: str, run: str, config: dict[str, Any]):
         """Claim the directory `folder` for the run with the digest `run`.
+
+        The directory is created if missing.
+
+        Args:
+            config: Flags and metadata of the run, JSON-ready, which each event file begins with.
 
         Raises:
             InputError: Another run has written to it.
@@ -105,7 +115,8 @@ class TensorBoardLogger:
     def log(self, group: str, row: dict[str, Any]) -> None:
         """Write the numbers and changed texts of `row` as events of its step.
 
-        Their names are such as `group`/loss.
+        Their names are such as `group`/loss (`flatten_row`). A text is written if it differs from
+        the last one of its name.
         """
         step = row["step"]
         for name, value in flatten_row(row, group).items():
@@ -141,6 +152,11 @@ class WandbLogger:
         """Start or resume the Weights & Biases run `run_id`.
 
         It is offline without API key or if the server does not answer in `patience` seconds.
+        WANDB_MODE in the environment overrides this.
+
+        Args:
+            save: Run directory, which gives default name and directory; empty without one.
+            config: Flags and metadata of the run, JSON-ready.
         """
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -190,7 +206,7 @@ class WandbLogger:
     def log(self, group: str, row: dict[str, Any]) -> None:
         """Log the numbers and texts of `row` with its step.
 
-        Their names are such as `group`/loss.
+        Their names are such as `group`/loss (`flatten_row`).
         """
         self._run.log({"step": row["step"], **flatten_row(row, group)})
 
@@ -208,7 +224,12 @@ class WandbLogger:
 class BackgroundLogger:
     """Background thread that builds a logger and makes queued calls of its methods.
 
-    Errors end the logger, not the run.
+    Errors, also of `build`, are printed; they end the logger, not the run, and later calls do
+    nothing.
+
+    Args:
+        name: Name of the logger in messages.
+        build: Returns the logger; called in the thread.
     """
 
     def __init__(self, name: str, build: Callable[[], Any]):
@@ -276,7 +297,10 @@ def flatten_row(row: dict[str, Any], group: str) -> dict[str, float | str]:
     """Return finite numbers and texts of a nested row by path.
 
     A path is such as validation/mlm/loss: the level `objectives` is elided, keeping its children,
-    and `step` is skipped.
+    and `step` is skipped. Values of other types, such as None and lists, are left out.
+
+    Args:
+        group: Beginning of each path.
     """
     values: dict[str, float | str] = {}
     for name, value in row.items():

@@ -23,7 +23,10 @@ class StepReport:
     seconds: float
     """Wall-clock time of this rank."""
     progress: dict[str, Any]
-    """Tokens, FLOPs and other counts of the run up to this step."""
+    """Tokens, FLOPs and other counts of the run up to this step (PROGRESS_FIELDS).
+
+    It is the trainer's dictionary, which the next step changes: copy it to keep it.
+    """
     deviations: float | None
     """Robust standard deviations of the loss above recent ones; None if they are too few."""
     is_spike: bool
@@ -34,8 +37,10 @@ class Callback:
     """Observer of a run: override the hooks that are needed.
 
     All ranks call each hook together, so that a hook may use collectives. It observes: weights,
-    gradients and random numbers stay as they are. A callback is also a context manager, which is
-    entered before the first step and left after the last one or an error.
+    gradients and random numbers stay as they are; `self.trainer.request_stop` ends the run. Steps
+    count from 1. A callback is also a context manager, which is entered before the first step and
+    left after the last one or an error. It is built with the trainer and, as keyword arguments, its
+    options of --callbacks, again after a rewind.
     """
 
     def __init__(self, trainer: "Trainer"):
@@ -60,20 +65,26 @@ class Callback:
         """
 
     def after_step(self, report: StepReport) -> None:
-        """Observe the end of a step."""
+        """Observe the end of a step, also of one whose update was skipped."""
 
     def before_validation(self, step: int) -> None:
         """Observe that a validation after `step` begins.
 
         It is called again before each further validation set, and each further pass of a
         pseudo-perplexity.
+
+        Args:
+            step: Last trained step; before the first one, 0 or the step that a branch starts from.
         """
 
     def after_validation(self, step: int, scores: dict[str, Any]) -> None:
-        """Observe the `scores` after `step`, as in a row of validation.jsonl."""
+        """Observe the `scores` after `step`: `held_out` and `objectives`.
+
+        They are those of a row of validation.jsonl.
+        """
 
     def before_save(self, step: int) -> None:
-        """Observe that a save after `step` begins."""
+        """Observe that a save after `step` begins; never called without --save."""
 
     def after_save(self, step: int) -> None:
         """Observe that the save after `step` is written or, with --async-save, begun."""
@@ -91,12 +102,15 @@ CALLBACKS: Registry[type[Callback]] = Registry("megaenc.callbacks", "callback", 
 def parse_callbacks(
     texts: Sequence[flags.YamlMapping],
 ) -> list[tuple[type[Callback], dict[str, Any]]]:
-    """Return class and options of each callback of --callbacks.
+    """Return class and options of each callback of --callbacks, in their order.
+
+    Options are without `name`. Their values are not checked.
 
     Options whose parameters are annotated as bool, int, float or str are converted to these types.
 
     Raises:
-        InputError: A callback is unknown, or its class does not accept the options.
+        InputError: A text is no mapping with a name, a callback is unknown, or its class does not
+            accept the options.
     """
     callbacks = []
     for text in texts:

@@ -13,11 +13,14 @@ MIN_RECENT_LOSSES = 32
 
 
 def compute_deviations(loss: float, recent: Sequence[float]) -> float:
-    """Return the robust standard deviations of `loss` above `recent` losses.
+    """Return by how many robust standard deviations `loss` exceeds `recent` losses.
 
-    They are counted from the median, and negative below it. The deviation is 1.4826 times the
+    They are counted from the median, and negative below it. One deviation is 1.4826 times the
     median absolute deviation (the standard deviation of normal noise), and at least a thousandth of
     the median, so that equal losses leave room for rounding. Earlier spikes hardly change either.
+
+    Args:
+        recent: One or more losses, in any order.
     """
     center = median(recent)
     spread = 1.4826 * median(abs(other - center) for other in recent)
@@ -40,7 +43,7 @@ class RecentLosses:
 
         Returns:
             Deviations (`compute_deviations`); None with fewer than MIN_RECENT_LOSSES recent losses,
-            or if the loss is not finite, which is not added.
+            or for a loss that is None or not finite, which is not added.
         """
         if loss is None or not math.isfinite(loss):
             return None

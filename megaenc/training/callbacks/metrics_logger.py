@@ -27,7 +27,7 @@ class MetricsLogger(Callback):
     """
 
     def __init__(self, trainer: "Trainer", run_dir: RunDir | None):
-        """Open the loggers.
+        """Open the loggers. All ranks call this together.
 
         Args:
             run_dir: Run directory; None on ranks except 0 and without --save.
@@ -95,7 +95,12 @@ class MetricsLogger(Callback):
         self.log(VALIDATION_FILE, {"step": step, **self.trainer.progress, **scores})
 
     def log(self, file: str, row: dict[str, Any]) -> None:
-        """Write `row` to the metrics file `file` and to the loggers."""
+        """Write `row` to a metrics file and to the loggers; do nothing on ranks except 0.
+
+        Args:
+            file: METRICS_FILE, VALIDATION_FILE or STRAGGLERS_FILE.
+            row: Values by name, with the `step`.
+        """
         if self._run_dir:
             self._run_dir.append_row(file, row)
         for logger in self._loggers:
@@ -104,7 +109,8 @@ class MetricsLogger(Callback):
     def drop_rows_after(self, step: int) -> None:
         """Delete rows of steps after `step` from logging backends.
 
-        Those steps are repeated.
+        Those steps are repeated. It must be called before the first row, with -1 for a new run. The
+        run directory's files are left to `RunDir.drop_rows_after`.
         """
         for logger in self._loggers:
             logger.submit("drop_rows_after", step)
@@ -131,7 +137,13 @@ class MetricsLogger(Callback):
 
 
 def progress_fields(row: dict[str, Any], backend: Backend) -> dict[str, str]:
-    """Return the values of the progress line: loss, tokens/s and, if known, MFU."""
+    """Return the values of the progress line: loss, tokens/s and, if known, MFU.
+
+    MFU is in percent, and left out on a CPU.
+
+    Args:
+        row: Row of metrics.jsonl.
+    """
     loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
     utilization = row["model_flops_utilization"]
     fields = {"loss": loss, "tokens/s": f"{row['tokens_per_second']:,.0f}"}

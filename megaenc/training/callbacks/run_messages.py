@@ -14,7 +14,10 @@ _MAX_EXCESS = 0.05  # of the largest share over the mean, from which on it is wo
 
 
 def format_model(plan: Plan) -> str:
-    """Return name, number of parameters and precision of the model as text."""
+    """Return name, number of parameters and precision of the model as text.
+
+    It is such as `model: 12.3M parameters in bf16`.
+    """
     millions = plan.settings.shape.parameter_count(plan.vocab_size) / 1e6
     return (
         f"{plan.settings.model_name}: {millions:.1f}M parameters in "
@@ -75,7 +78,8 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
 def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
     """Return a line for each global batch size with very unequal shares of the ranks.
 
-    The rank with most packs has over 5 % more than the mean.
+    The data-parallel rank with most packs has over 5 % more than the mean. Only the sizes after a
+    ramp-up are considered. The number of ranks is that of this launch.
     """
     ranks = settings.data_parallel_size(get_world_size())
     lines = []
@@ -99,6 +103,7 @@ def format_run_footer(
     """Return the last line of a run: step, loss and directory.
 
     Args:
+        step: Last trained step.
         loss: Loss of the last step; None if it had no target.
         save: Run directory; empty without one.
         stop_reason: Reason for the end, reported if it is before step `total`.

@@ -47,7 +47,10 @@ RANK_FIELDS = np.dtype(
         ("probe_seconds", "f8"),
     ]
 )
-"""Place of a rank, and the seconds of its own work."""
+"""Place of a rank, and the seconds of its own work.
+
+Data and compute are those of a step, on average.
+"""
 
 
 class StragglerDetector(Callback):
@@ -178,9 +181,9 @@ def _lower_median(values: np.ndarray) -> float:
 
 
 class ForwardTimer:
-    """Timer of the accelerator's seconds in forward passes during training.
+    """Timer of this accelerator's seconds in forward passes during training.
 
-    Hooks on model chunks record events.
+    Hooks on model chunks, which stay there, record events.
     """
 
     def __init__(self, chunks: list[torch.nn.Module]):
@@ -214,7 +217,8 @@ class ForwardTimer:
 def time_matmul(device: torch.device, repeats: int = 5) -> float:
     """Return the seconds of a fixed number of matrix products on `device`.
 
-    They are the minimum of `repeats` measurements.
+    They are the minimum of `repeats` measurements. CPUs and accelerators compute different numbers
+    of products. The device is synchronized.
     """
     host = device.type == "cpu"
     size, products = (384, 1) if host else (2048, 50)

@@ -47,7 +47,11 @@ Digests = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Rectangle of a tensor, and its place in a file."""
+    """Rectangle of a tensor, and its place in a file.
+
+    Shapes and offset have an axis for each one of the tensor; `shape` is 1 in all but the last two.
+    The data type is called float32 or bfloat16.
+    """
 
     key: str
     """Name of the tensor."""
@@ -71,9 +75,9 @@ class StoredChunk:
 
     @property
     def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the indices of the first and the last row.
+        """Return the indices of the first and the last row in the tensor, inclusive.
 
-        An element of a vector is a row.
+        They have all axes but the last. An element of a vector is a row.
         """
         axes = max(1, len(self.shape) - 1)
         return self.global_offset[:axes], tuple(end - 1 for end in self.corner[:axes])
@@ -93,7 +97,11 @@ _CHUNK_FIELDS = {field.name for field in fields(StoredChunk)}
 def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
     """Write and sync the chunks of `rank`, and an index of them.
 
-    Each rank calls it. `publish_chunks` reads the index.
+    Each rank calls it, also without chunks, for which only the index is written. `publish_chunks`
+    reads the index.
+
+    Args:
+        folder: Directory of the checkpoint, which exists.
 
     Raises:
         OSError: A file cannot be written.
@@ -161,7 +169,8 @@ def _describe_chunk(
 def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
     """Check the chunks of all `ranks` and write their index.
 
-    One rank calls it, once all have written.
+    One rank calls it, once all have written. It also writes the other PUBLISHED_FILES, for torch's
+    and megatron-core's readers, and deletes the indexes of the ranks.
 
     Args:
         folder: Directory of the checkpoint.
@@ -221,7 +230,11 @@ def _write_metadata(folder: Path, chunks: Sequence[StoredChunk]) -> None:
 
 
 def check_coverage(chunks: Sequence[StoredChunk]) -> None:
-    """Raise RuntimeError unless the chunks of a tensor hold each of its elements once."""
+    """Raise RuntimeError unless the chunks of a tensor hold each of its elements once.
+
+    Args:
+        chunks: Chunks of one tensor, 1 or more, in any order.
+    """
     shape = chunks[0].global_shape
     elements = 0
     active: list[StoredChunk] = []  # those with rows in common with the current chunk
@@ -249,9 +262,12 @@ def check_coverage(chunks: Sequence[StoredChunk]) -> None:
 
 
 def read_index(folder: Path, digests: Digests) -> bytes:
-    """Return the index of a checkpoint, checked.
+    """Return the content of a checkpoint's index.json, checked.
+
+    Its chunks lie in the files of `digests` and hold each element of each tensor once.
 
     Args:
+        folder: Directory of the checkpoint.
         digests: Digests of the checkpoint's files.
 
     Raises:
@@ -274,7 +290,9 @@ def read_index(folder: Path, digests: Digests) -> bytes:
 
 
 def parse_index(content: bytes, digests: Digests) -> tuple[int, list[StoredChunk]]:
-    """Return the updates made and the chunks of the index `content`.
+    """Return the number of updates made and the chunks of the index `content`.
+
+    Overlaps and missing elements are not found; see `check_coverage`.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: `content` is no index of files in
@@ -323,7 +341,12 @@ def _group_by_key(chunks: Iterable[StoredChunk]) -> dict[str, list[StoredChunk]]
 
 
 class ChunkReader:
-    """Reader of rectangles of tensors, which may lie across any stored chunks."""
+    """Reader of rectangles of tensors, which may lie across any stored chunks.
+
+    Args:
+        folder: Directory of the checkpoint.
+        chunks: All chunks of its index.
+    """
 
     def __init__(self, folder: Path, chunks: Iterable[StoredChunk]):
         self._folder = folder
@@ -349,10 +372,11 @@ class ChunkReader:
     def read(self, chunks: Iterable[ShardedTensor]) -> None:
         """Fill the `data` of `chunks`, converted to its data type, with threads.
 
-        Rows that the checkpoint's vocabulary lacks become zero.
+        Rows that the checkpoint's vocabulary lacks become zero. Digests are not compared.
 
         Raises:
-            InputError: A file cannot be read, or elements are missing.
+            CheckpointReadError: A file cannot be read.
+            InputError: A tensor or some of its elements are missing, or it has another shape.
         """
         with name_machine(), ThreadPoolExecutor(_READERS) as pool:
             for _ in pool.map(self._read_chunk, chunks):

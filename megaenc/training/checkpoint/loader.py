@@ -46,11 +46,16 @@ class CheckpointLoader(CheckpointDir):
     def verify(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
         """Verify a checkpoint on all ranks together, and return its state.json.
 
+        Each rank reads some of the files to compare their SHA-256.
+
+        Args:
+            identity: Identity of the run that it must belong to; None for any run.
+
         Raises:
-            DamagedCheckpointError: A file has changed.
+            DamagedCheckpointError: A file is missing or has changed.
             CheckpointReadError: A rank cannot read a file.
-            InputError: The checkpoint belongs to a run with another `identity`, or its index was
-                not written by a save.
+            InputError: The checkpoint belongs to another run, or its index was not written by a
+                save.
         """
         state = broadcast_call(lambda: self.read_state(step))
         path = self.path(step)
@@ -74,9 +79,10 @@ class CheckpointLoader(CheckpointDir):
         return state
 
     def open_verified(self, step: int) -> tuple[int, ChunkReader]:
-        """Return the optimizer's updates and a reader of the tensors of a checkpoint.
+        """Return the optimizer's number of updates and a reader of a checkpoint's tensors.
 
-        All ranks call this together. The checkpoint is verified if it was not before.
+        All ranks call this together. The checkpoint is verified, with the errors of `verify`,
+        unless it is the one verified last.
         """
         if self._verified is None or self._verified[0] != step:
             self.verify(step)
@@ -86,13 +92,15 @@ class CheckpointLoader(CheckpointDir):
     def verify_newest(self, plan: Plan) -> dict[str, Any] | None:
         """Verify the newest intact checkpoint that `plan` can resume.
 
-        All ranks call this together. Damaged checkpoints are reported on the console.
+        All ranks call this together. Checkpoints after the tracker's step, and those that skipped
+        other packs than `plan`, are passed over. Damaged ones are reported on the console.
 
         Returns:
-            Its state.json; None without a checkpoint.
+            Its state.json; None if no checkpoint is left.
 
         Raises:
-            InputError: All checkpoints are damaged.
+            CheckpointReadError: A rank cannot read a file.
+            InputError: All of them are damaged, or the newest intact one is of another run.
         """
         damage = None
         for step in broadcast_call(lambda: self.steps_up_to_tracker()[::-1]):
@@ -111,10 +119,10 @@ class CheckpointLoader(CheckpointDir):
     def is_compatible(self, step: int, plan: Plan, if_damaged: bool = True) -> bool:
         """Return whether the checkpoint of `step` skipped the same packs as `plan`.
 
-        Packs up to `step` are compared.
+        Packs up to `step` are compared. The content of the tensors' files is not read.
 
         Args:
-            if_damaged: Result for a damaged checkpoint.
+            if_damaged: Result for a checkpoint that is missing, damaged or cannot be read.
         """
         try:
             return saw_same_data(plan, self.read_state(step))
@@ -124,7 +132,8 @@ class CheckpointLoader(CheckpointDir):
     def compatible_steps(self, plan: Plan) -> list[int]:
         """Return the sorted steps of checkpoints that skipped the same packs as `plan`.
 
-        Packs up to each step are compared. Incomplete checkpoints are left out.
+        Packs up to each step are compared. Incomplete checkpoints are left out; those after the
+        tracker's step are not.
         """
         return [step for step in self.steps() if self.is_compatible(step, plan, if_damaged=False)]
 
@@ -133,6 +142,7 @@ class CheckpointLoader(CheckpointDir):
 
         All ranks call this together. They read each byte of the tensors once, but for a tied
         embedding that the last pipeline stage has too, and send it to the ranks that hold the same.
+        Errors are those of `verify` and of `ChunkReader.read`, on all ranks.
         """
         updates, reader = self.open_verified(step)
         _load_tensors(engine, reader, list_engine_state(engine))
@@ -142,7 +152,7 @@ class CheckpointLoader(CheckpointDir):
     def load_weights(self, engine: Engine, step: int) -> None:
         """Load only the weights of a checkpoint, which it verifies.
 
-        The optimizer's state stays new.
+        The optimizer's state stays new. All ranks call this together, as `load`.
         """
         _, reader = self.open_verified(step)
         _load_tensors(
@@ -196,11 +206,14 @@ def load_model_weights(
 ) -> None:
     """Verify a checkpoint and load its weights into a whole module.
 
-    The module is not divided over ranks.
+    The module is not divided over ranks. Weights are converted to its data type. A process group
+    must exist.
+
+    Args:
+        identity: Identity of the run that the checkpoint must belong to; None for any run.
 
     Raises:
-        InputError: The checkpoint is damaged, cannot be read, or belongs to another run than
-            `identity`.
+        InputError: The checkpoint is damaged, cannot be read, or belongs to another run.
     """
     verify_weights(checkpoints, step, identity)
     _, reader = checkpoints.open_verified(step)
@@ -215,8 +228,14 @@ def verify_weights(
 ) -> dict[str, Any]:
     """Verify a checkpoint and return its state.json.
 
+    All ranks call this together. It differs from `CheckpointLoader.verify` in its error.
+
+    Args:
+        flag: Flag that chooses a step, for the error.
+
     Raises:
-        InputError: It is damaged; the error names the other steps for `flag`.
+        InputError: It is damaged, and the error names the other steps for `flag`; it cannot be
+            read, or belongs to another run.
     """
     try:
         return checkpoints.verify(step, identity)
@@ -246,6 +265,9 @@ class WeightReader:
         """Return the weight `name` as a float32 tensor on the CPU.
 
         Rows that pad the vocabulary are as saved, or missing.
+
+        Args:
+            name: Name of the weight in the module.
         """
         parts = []
         for shard in self._weights[name].shards:

@@ -78,11 +78,11 @@ class CheckpointManager(CheckpointLoader):
 
         Args:
             folder: Directory of the checkpoints, which need not exist.
-            keep_last: Number of newest checkpoints to keep.
+            keep_last: Number of newest checkpoints to keep; as in `checkpoints_to_delete`.
             keep_every: Number of whose multiples all steps are kept.
             keep_steps: Further steps to keep.
-            before_publish: Called on rank 0 before a checkpoint gets its final name, which an
-                InputError prevents.
+            before_publish: Called on rank 0, in a thread of the save, before a checkpoint gets its
+                final name, which an InputError prevents.
         """
         super().__init__(folder)
         self._keep = (keep_last, keep_every)
@@ -103,9 +103,10 @@ class CheckpointManager(CheckpointLoader):
     def retarget_tracker(self, plan: Plan) -> None:
         """Reset the tracker to the newest checkpoint that skipped the packs of `plan`.
 
-        Nothing changes if the tracked checkpoint did. Only earlier checkpoints are tracked instead;
-        without any, the tracker is deleted. Exports read the tracker. A tracked checkpoint without
-        these packs stays. For rank 0.
+        Packs up to its step are compared. Nothing changes if the tracked checkpoint skipped them
+        too, is damaged, or if there is no tracker. Only earlier checkpoints are tracked instead;
+        without any, the tracker is deleted. Exports read the tracker. No checkpoint is deleted. For
+        rank 0.
         """
         tracked = self.tracked_step()
         if tracked is None or self.is_compatible(tracked, plan):
@@ -122,13 +123,13 @@ class CheckpointManager(CheckpointLoader):
         All ranks call this together, on the main thread. A running save is finished first.
 
         Args:
-            progress: Further entries of state.json.
+            progress: Further entries of state.json, JSON-ready.
             block: Whether to finish the save. If not, a thread writes from a copy: call
-                `finish_save` until done.
+                `finish_save`, which also raises the errors, until `is_saving` is False.
 
         Raises:
-            InputError: The checkpoint is not saved. Nothing is left of it, and all others are
-                unchanged.
+            InputError: The checkpoint, or that of the running save, is not saved. Nothing is left
+                of it, and all others are unchanged.
         """
         self.finish_save()
         state = {
@@ -168,12 +169,16 @@ class CheckpointManager(CheckpointLoader):
         return self._writing is not None or self._publishing is not None
 
     def finish_save(self, block: bool = True) -> None:
-        """Finish a running save.
+        """Finish a running save; do nothing without one.
 
-        All ranks call this together, on the main thread. It raises the errors of the save.
+        All ranks call this together, on the main thread.
 
         Args:
-            block: Whether to wait. If not, only halves that are done on all ranks are finished.
+            block: Whether to wait. If not, only halves, first the writing and then the publishing,
+                that are done on all ranks are finished.
+
+        Raises:
+            InputError: The checkpoint is not saved.
         """
         if self._writing is not None and (block or _is_done_on_all_ranks(self._writing)):
             futures.wait([self._writing])
@@ -214,10 +219,13 @@ class CheckpointManager(CheckpointLoader):
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
         """Write the weights of a whole module as the checkpoint of step 0.
 
-        The module is not divided over ranks.
+        The module is not divided over ranks. One process calls it. The tracker is set to 0.
 
         Args:
             identity: Identity of the run.
+
+        Raises:
+            InputError: The checkpoint cannot be written.
         """
         attempt = self._create_attempt_dir(0)
         _write_chunks(
@@ -321,9 +329,10 @@ class CheckpointManager(CheckpointLoader):
     def delete_old(self, newest: int, plan: Plan | None = None) -> None:
         """Delete checkpoints before `newest` by the rules of `checkpoints_to_delete`.
 
-        Those that are damaged or skipped other packs than `plan` are deleted too, and do not count
-        as kept. Nothing is deleted without rules or if `newest` is incomplete. Later steps stay,
-        and so do checkpoints that currently cannot be read or deleted. For rank 0.
+        Those that are damaged or skipped other packs than `plan` (None: any packs) are deleted too,
+        and do not count as kept. Nothing is deleted without rules or if `newest` is incomplete.
+        Later steps stay, and so do checkpoints that currently cannot be read or deleted. For rank
+        0.
         """
         if not any(self._keep) or not self.is_complete(newest):
             return
@@ -362,7 +371,7 @@ def checkpoints_to_delete(
     keep_every: int | None,
     keep_steps: Collection[int] = (),
 ) -> list[int]:
-    """Return the steps of `older` that no rule keeps; none without rules.
+    """Return the sorted steps of `older` that no rule keeps; none without rules.
 
     Without `keep_last` and `keep_every` there is no rule.
 

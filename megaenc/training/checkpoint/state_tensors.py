@@ -23,7 +23,7 @@ class StateTensor:
     """A weight, or a state of the optimizer for it, as far as one rank holds it."""
 
     number: int
-    """Number of the weight among those of the rank."""
+    """Index of the weight among those of all chunks of the rank, from 0."""
     prefix: str
     """Text before the weight's name in a checkpoint; empty for the weight itself."""
     shards: Sequence[ShardedTensor]
@@ -50,11 +50,17 @@ class StateTensor:
         return size == sum(math.prod(shard.local_shape) for shard in self.shards)
 
     def elements(self, selected: range) -> torch.Tensor:
-        """Return the elements `selected` of the part, a view of `values`."""
+        """Return the elements `selected` of the part, a view of `values`.
+
+        They count from the start of the part, and `values` must hold them.
+        """
         return self.values[selected.start - self.start : selected.stop - self.start]
 
     def chunks(self) -> Iterator[ShardedTensor]:
-        """Yield the rectangles of the whole weight that the elements `own` fill."""
+        """Yield the rectangles of the whole weight that the elements `own` fill.
+
+        Their `data` are views of `values`, of at most MAX_CHUNK_BYTES each.
+        """
         first = 0
         for shard in self.shards:
             stop = first + math.prod(shard.local_shape)
@@ -69,7 +75,7 @@ def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterato
     """Yield the rectangles that a flat range of a matrix or vector fills.
 
     These are the rest of a row, whole rows and the start of a row. Those larger than
-    MAX_CHUNK_BYTES are cut further.
+    MAX_CHUNK_BYTES are cut further. Their `data` are views of `values`.
 
     Args:
         shard: Place of the matrix or vector in the whole weight.
@@ -108,8 +114,9 @@ def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterato
 def list_engine_state(engine: Engine) -> list[StateTensor]:
     """Return the weights of this rank and the optimizer's state for them.
 
-    States that no step has made yet are zero. With the distributed optimizer the elements `own` are
-    those that the rank updates; else all data-parallel ranks hold all, and each has an equal share.
+    Each weight is followed by its states, all as views. States that no step has made yet are
+    created as zeros. With the distributed optimizer the elements `own` are those that the rank
+    updates; else all data-parallel ranks hold all, and each has an equal share.
     """
     [optimizer] = engine.optimizer.chained_optimizers
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
@@ -150,6 +157,7 @@ def equal_shares(engine: Engine, rank: int) -> list[range]:
     """Return the elements of each weight in data-parallel rank `rank`'s share.
 
     All weights of a pipeline stage, one after the other, are divided into shares of equal size.
+    Ranges count from the start of a weight's tensor-parallel part; many are empty.
     """
     ranks = parallel_state.get_data_parallel_world_size()
     sizes = [weight.numel() for chunk in engine.chunks for weight in chunk.parameters()]
@@ -164,7 +172,7 @@ def equal_shares(engine: Engine, rank: int) -> list[range]:
 
 
 def list_module_state(module: torch.nn.Module) -> dict[str, StateTensor]:
-    """Return by name the weights of a module that is not divided over ranks."""
+    """Return by name the weights of a module that is not divided over ranks, as views."""
     return {
         name: StateTensor(0, "", shards, weight.detach().view(-1), 0, range(weight.numel()))
         for name, weight, shards in _find_places(module)

@@ -39,6 +39,8 @@ _REPORTED_KEY = "megaenc/told"
 def call_on_all(function: Callable[[], Result]) -> Result:
     """Call `function` on all ranks, and return its result on this one.
 
+    All ranks call this together. Errors except InputError are raised on their rank only.
+
     Raises:
         InputError: The lowest failing rank's error, on all ranks.
     """
@@ -51,6 +53,9 @@ def call_on_all(function: Callable[[], Result]) -> Result:
 
 def broadcast_call(function: Callable[[], Result]) -> Result:
     """Call `function` on rank 0 only, and return its result on every rank.
+
+    All ranks call this together. The result must be picklable. Errors except InputError are raised
+    on rank 0 only.
 
     Raises:
         InputError: The error of `function`, on every rank.
@@ -76,7 +81,8 @@ def _call_catching_input_error(
 def check_same_plan(plan: Plan) -> None:
     """Raise InputError on all ranks if their plans differ, naming field and rank.
 
-    Flags except paths, identity and starting point are compared.
+    All ranks call this together. They compare identity, rewinds, starting point, corpora of
+    --valid-data-path, and all flags except paths.
     """
     values = {
         name: value
@@ -95,11 +101,16 @@ def check_same_plan(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
-    """End all ranks if one raises an error in the context.
+    """End all ranks if one raises an error in the context, which all of them enter.
 
     The rank that fails calls `clean_up` and raises. The others exit silently with code 2, even from
-    a collective, once the rank that failed first has called `clean_up`. An InputError that all
-    ranks raise ends them without that.
+    a collective, once the rank that failed first has called `clean_up`. An InputError that is no
+    LocalInputError is raised by all ranks and ends them without that. In a run of one rank only a
+    LocalInputError calls `clean_up`.
+
+    Args:
+        clean_up: Removes what this rank would leave behind.
+        poll_seconds: Interval in which ranks look for errors of others; longer for many ranks.
     """
     if dist.get_world_size() == 1:
         try:

@@ -66,10 +66,11 @@ def find_largest_batch(
     """Return the largest of the ascending `candidates` that fits on every rank.
 
     It fits under all objectives; the first candidate if none does. All ranks call this together,
-    and try the same.
+    and try the same. Weights stay as they are, gradients are zero afterwards.
 
     Args:
-        room: Bytes for tensors.
+        candidates: Numbers of packs.
+        room: Bytes of this rank's device for tensors, weights included.
         packs: Data set, by default of the first phase.
         first: Number of the first sample to read.
     """
@@ -90,7 +91,10 @@ def find_largest_batch(
 
 
 def measure_room() -> float:
-    """Return the bytes of this device that tensors can have."""
+    """Return the bytes of this device that tensors can have, existing ones included.
+
+    They are MEMORY_FRACTION of what is free or reserved by torch.
+    """
     free, _ = torch.cuda.mem_get_info()
     return MEMORY_FRACTION * (free + torch.cuda.memory_reserved())
 
@@ -98,7 +102,17 @@ def measure_room() -> float:
 def measure_peak(
     engine: Engine, objective: Objective, samples: Sequence[int], packs: PackedDataset | None
 ) -> float:
-    """Return the peak bytes of tensors in a micro-batch of the packs `samples`."""
+    """Return the peak bytes of tensors in a micro-batch of the packs `samples`.
+
+    Both passes run. All tensors on this rank's device count, weights included.
+
+    Args:
+        samples: Numbers of the samples.
+        packs: Data set; None for that of the first phase.
+
+    Raises:
+        torch.OutOfMemoryError: The micro-batch does not fit.
+    """
     torch.cuda.reset_peak_memory_stats()
     with engine.no_grad_reduction():
         engine.local_loss_and_grad_norm(samples, objective, packs)
@@ -106,12 +120,15 @@ def measure_peak(
 
 
 def discard_batch(engine: Engine) -> None:
-    """Free the memory of a micro-batch that did not fit."""
+    """Free the memory of a micro-batch that was tried, and set gradients to zero."""
     engine.zero_grad()
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def largest_indexable(shape: ModelConfig, seq_length: int) -> int:
-    """Return the most packs whose activations 32-bit kernels can index."""
+    """Return the most packs whose activations 32-bit kernels can index.
+
+    These are packs of a micro-batch. It is 0 if those of one pack are too large.
+    """
     return MAX_TENSOR_SIZE // (seq_length * max(shape.mlp_input_size, shape.query_size))

@@ -80,6 +80,10 @@ def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_c
 
     All ranks call this together, after the step. See `diagnose_nonfinite_step`.
 
+    Args:
+        metrics: Sums of the step over all ranks.
+        skipped_count: Steps that the run has skipped so far, with this one.
+
     Raises:
         InputError: `skipped_count` exceeds --max-skipped-updates, on all ranks.
     """

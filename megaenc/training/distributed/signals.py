@@ -25,7 +25,7 @@ class SignalHandler:
         """Set up the handler before the context begins.
 
         Args:
-            minutes: Time after which the end is requested, too; None for no limit.
+            minutes: Time from now after which the end is requested, too; None for no limit.
             handle_signals: Whether to record signals; if not, their handlers are unchanged.
         """
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
@@ -54,10 +54,10 @@ class SignalHandler:
                 signal.signal(number, signal.SIG_IGN)
 
     def votes(self) -> list[int]:
-        """Return 1 for each reason for which this rank requests the end, 0 for others.
+        """Return 1 for the reason of this rank's request to end, 0 for all others.
 
-        Reasons are the signals and the time limit. The list is empty, on all ranks, if there can be
-        no request.
+        Reasons are SIGTERM, SIGINT, SIGUSR1 and the time limit, in this order. The list is empty,
+        on all ranks, if there can be no request.
         """
         if not self._signals and self._deadline is None:
             return []
@@ -66,10 +66,12 @@ class SignalHandler:
         return [int(request == reason) for reason in _REQUESTS]
 
     def stop_reason(self, votes: Sequence[float]) -> str | None:
-        """Return the signal or time limit that ends the run.
+        """Return the signal or time limit that ends the run, the same on all ranks.
+
+        Of several reasons the time limit counts, else the signal with the highest number.
 
         Args:
-            votes: Sums of all ranks' `votes`.
+            votes: Sums of all ranks' `votes`, or none.
 
         Returns:
             Name of the signal, or `--exit-duration-in-mins N`; None if nothing ends the run.

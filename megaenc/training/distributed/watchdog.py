@@ -74,7 +74,7 @@ class Watchdog:
     same and waits for them, because a launcher kills all ranks when the first exits. One rank
     prints a line with each rank's position. If the hanging thread holds the GIL, `faulthandler`
     writes the stacks to standard error `fallback_delay` later and exits with code 1. For the main
-    thread of one process group.
+    thread of one process group. `folder` is created if missing, and its files are appended to.
     """
 
     def __init__(self, minutes: float, folder: Path | None) -> None:
@@ -106,7 +106,8 @@ class Watchdog:
         """Restart the time limit, as an activity begins.
 
         Args:
-            kind: Kind of activity, such as "save"; the first of a kind gets longer.
+            kind: Kind of activity, any text such as "save"; the first of a kind gets the
+                `startup_timeout`.
             step: Step of the activity.
         """
         limit = self._limit if kind in self._earlier_kinds else startup_timeout(self._limit)
