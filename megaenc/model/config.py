@@ -29,7 +29,8 @@ _ContextLength = Annotated[int, Bounds(low=1, high=1 << 20)]
 class ModelConfig:
     """Shape and options of a pre-norm transformer.
 
-    The defaults are Llama's: RMSNorm, SwiGLU, rotary positions, grouped queries.
+    The defaults are Llama's: RMSNorm, SwiGLU, rotary positions, grouped queries. The constructor
+    checks nothing; `check` does.
     """
 
     num_layers: PositiveInt = 4
@@ -146,10 +147,11 @@ class ModelConfig:
         return self.num_attention_heads * self.head_dim
 
     def parameter_count(self, vocab_size: int, *, lm_head: bool = True) -> int:
-        """Return the number of parameters.
+        """Return the number of parameters of the whole model, over all ranks.
 
         Args:
-            vocab_size: Rows of the embedding.
+            vocab_size: Rows of the embedding, with padding if it is to be counted. The field
+                `vocab_size` is not read.
             lm_head: Whether to count the output layer: an untied matrix, its bias and the
                 prediction head.
         """
@@ -166,7 +168,10 @@ class ModelConfig:
 
     @property
     def norms_per_layer(self) -> int:
-        """Return the number of norms of hidden states in a layer."""
+        """Return the number of norms of hidden states in a layer.
+
+        The first layer has one less with `embedding_norm`.
+        """
         return 4 if self.post_norms else 2
 
     def norm_size(self, width: int) -> int:
@@ -209,7 +214,7 @@ class ModelConfig:
     def linear_shapes(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
         """Return the (output, input) widths of a layer's four matrices, by name.
 
-        They are those of one of `tensor_parallel` ranks.
+        They are those of one of `tensor_parallel` ranks, for a shape that `check` accepts.
         """
         return {
             "linear_qkv": (self._qkv_size // tensor_parallel, self.hidden_size),
@@ -219,9 +224,9 @@ class ModelConfig:
         }
 
     def layer_flops_per_token(self) -> int:
-        """Return the FLOPs of all layers' matrix products for one token.
+        """Return the FLOPs of all layers' matrix products for one token, both passes.
 
-        Forward and backward take 6 for each weight. Attention is not counted.
+        They are 6 for each weight. Attention is not counted.
         """
         return 6 * self.num_layers * self._layer_matrices
 
@@ -264,8 +269,8 @@ class ModelConfig:
         """Return the FLOPs of the logits and of the prediction head, both passes.
 
         Args:
-            outputs: Logits at each position.
-            predicted: Number of positions.
+            outputs: Logits at each position: the vocabulary, or an objective's classes.
+            predicted: Number of positions, which may be a mean.
         """
         return (
             6 * self.hidden_size * (outputs + self.prediction_head * self.hidden_size) * predicted
@@ -279,16 +284,17 @@ class ModelConfig:
         *,
         selects_rows: bool = True,
     ) -> int:
-        """Return the FLOPs of training on documents, both passes.
+        """Return the FLOPs of training the whole model on documents, both passes.
 
-        Recomputation and vocabulary padding are not counted.
+        Recomputation is not counted.
 
         Args:
-            outputs: Logits at each predicted position: the vocabulary, or an objective's classes.
+            outputs: Logits at each predicted position: the vocabulary without padding, or an
+                objective's classes.
             predicted: Number of predicted positions.
-            spans: (start, prefix end, stop) of each document.
+            spans: (start, prefix end, stop) of each document, as of `PackedSequences.spans`.
             selects_rows: Whether the last layer computes only the predicted positions after its
-                attention.
+                attention; it computes all if none is predicted.
         """
         spans = list(spans)
         documents = sum(
@@ -313,6 +319,8 @@ class ModelConfig:
 
     def check(self, tensor_parallel: int = 1) -> None:
         """Check that the shape is valid and can be split over tensor-parallel ranks.
+
+        The split of the layers over pipeline stages is not checked.
 
         Raises:
             InputError: A field is invalid; the error names its flag.
@@ -421,6 +429,8 @@ class ModelConfig:
 def visible_pairs(length: int, window: int | None) -> int:
     """Return the number of ordered pairs of tokens that are at most `window` apart.
 
+    A token and itself are a pair, too.
+
     Args:
         length: Number of tokens.
         window: Largest distance; None: any.
@@ -496,9 +506,9 @@ def get_preset(name: str) -> ModelConfig:
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel: int) -> int:
-    """Return the size of the vocabulary with padding.
+    """Return the size of the vocabulary with padding, over all tensor-parallel ranks.
 
-    Each of `tensor_parallel` ranks holds a multiple of `multiple` rows.
+    It is the smallest at which each of `tensor_parallel` ranks holds a multiple of `multiple` rows.
     """
     total = multiple * tensor_parallel
     return -(-vocab_size // total) * total

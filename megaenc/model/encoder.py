@@ -54,8 +54,13 @@ class Encoder(LanguageModule):
     stage. Letters in names: S tokens of a pack, N predicted positions, H hidden size, V this rank's
     columns of the padded vocabulary.
 
+    All ranks build theirs together, because they agree on the Triton kernels. The matrices have no
+    useful values before `init_weights`.
+
     Args:
-        chunk: Number of the chunk if stages are interleaved, else None.
+        vocab_size: Vocabulary without padding, which the chunk adds.
+        seq_length: Most tokens of a document, for which rotary angles are computed.
+        chunk: Number of the chunk on this stage, from 0, if stages are interleaved, else None.
     """
 
     def __init__(
@@ -155,7 +160,8 @@ class Encoder(LanguageModule):
     def set_rotary_base(self, base: float) -> None:
         """Set the base period of the rotary positions.
 
-        In a model with local layers it is that of the global ones only.
+        Local layers keep theirs if the model has `local_rotary_base` or
+        `rotary_seq_len_interpolation_factor`; otherwise they share that of the global layers.
         """
         if self._rotary_base != base:
             self._rotary_base = base
@@ -187,15 +193,14 @@ class Encoder(LanguageModule):
         """Return the loss, logits or hidden states of a row of packed documents.
 
         Args:
-            tokens: int64[1, S], token ids of a row.
-            positions: int64[S], positions in their documents.
+            tokens: int64[1, S], token ids of a row; read on the first pipeline stage only.
+            positions: int64[S], positions in their documents, from 0 to below `seq_length`.
             packing: Documents of the row.
             predictions: Positions whose outputs are scored, and their labels.
 
         Returns:
-            On the last pipeline stage (summed loss, number of correct predictions), see
-            `linear_cross_entropy`, or without labels logits [N, V], -inf in padding columns; on
-            others hidden states [S, 1, H].
+            On the last pipeline stage the result of `head`; on others hidden states [S, 1, H], with
+            sequence parallelism this rank's rows of them.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         if self.pre_process and self.embedding_norm is not None:
@@ -225,8 +230,8 @@ class Encoder(LanguageModule):
             hidden_S1H: Output of the layers; with sequence parallelism this rank's rows of it.
 
         Returns:
-            (summed loss, number correct), or without labels logits [N, V] of this rank's share of
-            the vocabulary, -inf in padding columns.
+            (summed loss, number correct) as of `linear_cross_entropy`, or without labels logits
+            [N, V] of this rank's part of the vocabulary, -inf in padding columns.
         """
         if self.config.sequence_parallel:
             # All ranks select the same rows, and the output layer sums their gradients, so that
@@ -316,7 +321,12 @@ class PredictionHead(torch.nn.Module):
 class OutputLayer(ColumnParallelLinear):
     """Output layer from hidden states to logits or, with labels, to the loss.
 
-    Each rank computes the logits of its share of the vocabulary.
+    Each rank computes the logits of its part of the vocabulary.
+
+    Args:
+        padded_vocab_size: Rows of the weight over all ranks.
+        vocab_size: Those of them that are not padding, which comes last.
+        **options: Arguments of ColumnParallelLinear.
     """
 
     # One module for both: weights that are gathered on use are gathered by module calls.
@@ -380,12 +390,17 @@ def build_model_chunks(
 ) -> list[Encoder]:
     """Return this rank's model chunks, several if pipeline stages are interleaved.
 
+    All ranks call it together. The chunks are on the device, in training mode, in the order of
+    their layers.
+
     Args:
         vocab_size: Vocabulary without padding, which the chunks add.
-        seed: Seed of the initial weights; None: uninitialized.
+        seq_length: Most tokens of a document.
+        seed: Seed of the initial weights; None: uninitialized, for weights that are loaded.
+        kernels: Kernels to use; none of Triton unless given.
 
     Raises:
-        InputError: `layout` cannot divide the model.
+        InputError: The shape is invalid, or `layout` cannot divide the model.
     """
     model.check(layout.tensor_model_parallel_size)
     chunks = layout.chunks_per_stage(model.num_layers)
@@ -417,7 +432,8 @@ def build_encoder(*args: Any, **kwargs: Any) -> Encoder:
 def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield this rank's parameters with their names in the full model.
 
-    A tied output layer has the embedding's name.
+    Layers are numbered from 0 over all pipeline stages. A tied output layer has the embedding's
+    name. A parameter that ranks split is this rank's part.
     """
     offset = encoder.decoder.layers[0].layer_number - 1 if len(encoder.decoder.layers) else 0
     for name, parameter in encoder.named_parameters():
@@ -433,10 +449,10 @@ def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, tor
 def init_weights(
     encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int
 ) -> torch.nn.Module:
-    """Initialize and return a model chunk.
+    """Initialize a model chunk in place and return it.
 
-    Matrices are drawn by `seed` and `model.init_method`. Factors of norms are 1, biases and padding
-    0.
+    Matrices are drawn by `seed` and `model.init_method`. Weights of norms are 1, or 0 with
+    `model.apply_layernorm_1p`; biases and padding are 0. Ranks do not communicate.
 
     Args:
         vocab_size: Vocabulary without padding.

@@ -23,7 +23,8 @@ core."""
 def row_slices(rows: int, width: int, max_elements: int) -> Iterator[slice]:
     """Yield slices that cover all rows of a [rows, width] matrix in order.
 
-    Each has about `max_elements` elements.
+    Each has as many rows as `max_elements` allows, but at least one. The last may stop after
+    `rows`.
     """
     step = max(1, max_elements // max(1, width))
     return (slice(start, start + step) for start in range(0, rows, step))
@@ -106,7 +107,8 @@ class _RMSNorm(torch.autograd.Function):
 class Rotation:
     """Rotary positions of a pack's tokens (arXiv 2104.09864).
 
-    It is called to rotate queries or keys. cos and sin are [S, 1, 1, dim / 2].
+    It is called to rotate queries or keys. Element i of a head is rotated together with element i +
+    dim / 2. cos and sin are float32[S, 1, 1, dim / 2], times the scale of `from_angles`.
     """
 
     cos: Tensor
@@ -123,7 +125,7 @@ class Rotation:
         """Return the Rotation by some angles.
 
         Args:
-            angles: float32[S, 1, 1, dim] of two equal halves.
+            angles: float32[S, 1, 1, dim] of two equal halves, in radians.
             fused: Whether to use the Triton kernel.
             scale: Factor of rotated queries and keys, as in YaRN.
         """
@@ -133,7 +135,7 @@ class Rotation:
         return cls(cos, sin, fused) if scale == 1 else cls(cos * scale, sin * scale, fused)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate a tensor [S, 1, heads, dim] by the angles of each token.
+        """Return a tensor [S, 1, heads, dim] rotated by the angles of each token.
 
         It is computed in the dtype of `x` unless fused.
         """
@@ -278,6 +280,10 @@ class GatedActivation(MegatronModule):
     """Gated activation module, activation(gate) * up.
 
     Gate and up are the halves of the input's last dimension (Shazeer 2020, arXiv 2002.05202).
+
+    Args:
+        activation: Name in ACTIVATIONS.
+        fused: Whether to use the Triton kernel.
     """
 
     def __init__(self, config: TransformerConfig | None, activation: str, fused: bool = False):
@@ -336,12 +342,13 @@ def dropout(x: Tensor, keys: Tensor, layer: int, probability: float, fused: bool
 
     Which elements are kept is a function of (key, layer, channel) only, so that it is the same in
     every parallel layout, under recomputation and after a resume. Backward computes it again.
+    Elements are dropped in evaluation mode, too.
 
     Args:
         x: Hidden states [S, 1, H].
         keys: int64[S], random numbers of the tokens.
-        layer: Number of the layer in the whole model.
-        probability: Share of the elements that become 0.
+        layer: Number of the layer in the whole model, from 1.
+        probability: Probability that an element becomes 0, from 0 to below 1, which is not checked.
         fused: Use the Triton kernel, which drops the same elements.
     """
     return _Dropout.apply(x, keys, layer, probability, fused)

@@ -31,8 +31,10 @@ class EncoderLayer(TransformerLayer):
         selects_rows: Whether to compute only the `output_rows` of the pack after attention.
         recompute_activation: Whether to compute the MLP's activation again in backward instead of
             saving it.
-        output_dropout: Share of attention's output that is dropped.
+        output_dropout: Fraction of attention's output that is dropped if the pack has
+            `dropout_keys`.
         fused_dropout: Whether the Triton kernel drops it.
+        *args: Arguments of TransformerLayer, like **options.
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class EncoderLayer(TransformerLayer):
     ) -> tuple[Tensor | PendingSum, None]:
         """Return the hidden states after the layer, and None as megatron-core's layers do.
 
-        The hidden states are [S, 1, H], or their PendingSum if another layer follows.
+        The hidden states are [S, 1, H], or their PendingSum if another layer follows, except under
+        full recomputation. A layer with `selects_rows` returns only the `output_rows`.
         """
         residual, normed = add_and_norm(self.input_layernorm, hidden_states)
         output, _ = self.self_attention(normed, attention_mask, packed_seq_params=packed_seq_params)
@@ -167,6 +170,7 @@ class PackedAttention(MegatronModule):
     It is softmax(q k^T / sqrt(dim)) v with q and k rotated.
 
     Args:
+        softmax_scale: Factor of the scores in place of 1 / sqrt(dim); None: that one.
         backend: Attention backend; "auto" is sdpa, which works on every device.
         window: Tokens to each side that are attended to; None: all.
         selects_rows: Whether to return only the `output_rows` of the pack.
@@ -202,11 +206,16 @@ class PackedAttention(MegatronModule):
     ):
         """Return attention [s, 1, heads * dim] within documents.
 
+        With `selects_rows` it has only the `output_rows`. `attention_mask`, `attn_mask_type` and
+        `attention_bias` are ignored.
+
         Args:
             query: [s, 1, heads, dim], or the joint projection [s, 1, groups, (heads / groups + 2) *
                 dim].
             key: [s, 1, groups, dim]; None if `query` is the joint projection.
             value: Like `key`.
+            packed_seq_params: Documents, mask and rotary positions, which are required. Without a
+                `rotation`, separate queries and keys are not rotated.
         """
         packing = packed_seq_params
         rotation = packing.rotation if self.window is None else packing.local_rotation

@@ -53,7 +53,7 @@ def select_norm(
 def list_fused_kernels(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the Triton kernels that a model can use.
 
-    They are fields of FusedKernels.
+    They are fields of FusedKernels, whether or not the kernels work here.
     """
     names = ["rotary", ACTIVATIONS[model.activation].kernel, "loss", "sum"]
     if model.normalization == "RMSNorm":
@@ -75,6 +75,9 @@ def build_transformer_config(
 
     Args:
         dtype: float32 or bfloat16.
+
+    Raises:
+        InputError: `layout` cannot divide the layers.
     """
     stages = layout.pipeline_model_parallel_size
     split = layout.layers_per_chunk(model.num_layers)
@@ -168,10 +171,11 @@ def build_block_spec(
     """Return the layer specs of this pipeline stage or model chunk.
 
     Args:
-        chunk: Number of the chunk if stages are interleaved, else None.
+        config: Result of `build_transformer_config`.
+        chunk: Number of the chunk on this stage, from 0, if stages are interleaved, else None.
         fused: Enabled Triton kernels.
         has_head: Whether the output layer follows. For it the last layer computes only the
-            predicted positions, unless ranks share them.
+            predicted positions if `layout.selects_rows`.
     """
     first = get_transformer_layer_offset(config, chunk)
     numbers = range(first, first + get_num_layers_to_build(config, chunk))

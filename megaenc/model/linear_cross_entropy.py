@@ -38,8 +38,8 @@ _CACHE_ELEMENTS = 2**20
 class Predictions:
     """Positions of a row whose outputs are scored, with labels; N may be 0.
 
-    Label distributions may replace the labels; without either, logits are returned in place of
-    losses.
+    Without labels, logits are returned in place of losses. With label distributions, which need
+    labels next to them, the losses are of the distributions, and labels count only for accuracy.
     """
 
     positions: Tensor | None
@@ -49,14 +49,13 @@ class Predictions:
     weights: Tensor | None = None
     """float32[N], factors of the losses; None for 1"""
     soft_labels: tuple[Tensor, Tensor] | None = None
-    """ids int64[N, K] and probabilities float32[N, K] of label distributions, whose losses replace
-    those of `labels`"""
+    """ids int64[N, K] and probabilities float32[N, K] of label distributions"""
     classes: int = 0
     """number of classes that the labels are of: the first rows of the output layer are theirs; 0 if
     they are token ids"""
     per_token: bool = False
-    """whether the losses are returned one by one, float32[N], instead of as their sum; without
-    gradients only"""
+    """whether the losses times `weights` are returned one by one, float32[N], instead of as their
+    sum; without gradients only"""
 
 
 def linear_cross_entropy(
@@ -74,7 +73,8 @@ def linear_cross_entropy(
 
     It is that of softmax(hidden weight^T + bias). The prediction is the likeliest token, the lowest
     id on a tie. Exact gradients are computed in forward, so that one softmax suffices; backward
-    scales them and sums those of `hidden_NH` over `group`.
+    scales them and sums those of `hidden_NH` over `group`. So all ranks of `group` call it
+    together, and backward runs once.
 
     With label distributions q, the cross-entropies are logsumexp(z) - sum_k q_k z[id_k]. Neither
     with these nor with classes is the fused kernel used, which reads one label and is made for wide
@@ -82,15 +82,25 @@ def linear_cross_entropy(
 
     Args:
         hidden_NH: Outputs at the positions of `predictions`.
-        weight_VH: This rank's share of the vocabulary's rows.
-        predictions: Labels, weights and label distributions; `positions` is not read.
+        weight_VH: This rank's part of the vocabulary's rows.
+        predictions: Labels, which are required, weights and label distributions; `positions` is not
+            read.
         columns: Rows of `weight_VH` without padding, which follows them.
         group: Ranks that share the vocabulary.
         fused: Kernels to use.
-        chunk_size: Logits per chunk, or their bytes with `fused.loss`.
-        bias_V: This rank's share of the biases.
+        chunk_size: Logits of this rank per chunk, or their bytes with `fused.loss`; None:
+            CHUNK_LOGITS or FUSED_CHUNK_BYTES.
+        bias_V: This rank's part of the biases.
         main_grad_VH: float32 buffer to which forward adds the weight's gradient of the summed loss,
             so that backward, which then accepts no scale but 1, returns an empty one.
+
+    Returns:
+        (loss, number correct), equal on all ranks of `group`. The loss is the sum of the
+        cross-entropies in nats times their weights, float32[], or with `predictions.per_token`
+        float32[N]. The number correct, int64[], counts predictions of their label, without weights.
+
+    Raises:
+        ValueError: `predictions.per_token` is set and gradients are enabled.
     """
     count = len(predictions.labels)
     if predictions.soft_labels is not None or predictions.classes:
@@ -111,7 +121,13 @@ def linear_cross_entropy(
 def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
     """Return the number of rows of a chunk, so that few equal chunks suffice.
 
-    It is at most `chunk_size // row_size`, rounded to a multiple of 128 if possible.
+    It is at most `chunk_size // row_size`, rounded to a multiple of 128 if possible, and at least
+    1.
+
+    Args:
+        predictions: Rows of all chunks; may be 0.
+        row_size: Size of a row, in the unit of `chunk_size`: logits or bytes.
+        chunk_size: Largest size of a chunk.
     """
     max_rows = max(1, chunk_size // row_size)
     if max_rows > _ROW_MULTIPLE:
@@ -367,14 +383,14 @@ def _gather_statistics(own_4n: Tensor, group: dist.ProcessGroup) -> tuple[Tensor
 
 
 def combine_statistics(all_R4n: Tensor) -> tuple[Tensor, ...]:
-    """Return the softmax statistics of the vocabulary from those of its shares.
+    """Return the softmax statistics of the vocabulary from those of its parts.
 
     Args:
-        all_R4n: float32[R, 4, n], statistics of R shares.
+        all_R4n: float32[R, 4, n], statistics of the parts of R ranks.
 
     Returns:
-        (highest score, sum of exp(score - highest), label's score, likeliest token), [n] each.
-        Tokens are exact below 2^24.
+        (highest score, sum of exp(score - highest), label's score, likeliest token), float32[n]
+        each. The token is the lowest id on a tie, exact below 2^24.
     """
     highest_Rn, sum_Rn, target_Rn, token_Rn = all_R4n.unbind(1)
     top_n = highest_Rn.amax(0)

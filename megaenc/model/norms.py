@@ -134,7 +134,8 @@ class PostNorm(torch.nn.Module):
 def add_and_norm(norm: torch.nn.Module, hidden: Tensor | PendingSum) -> tuple[Tensor, Tensor]:
     """Return the residual stream and its norm, [S, 1, H] each.
 
-    `hidden` has the hidden states, or a sum that is not computed yet.
+    `hidden` has the hidden states, or a sum that is not computed yet. Only RMSNorm and LayerNorm
+    compute the sum in the pass of the norm.
     """
     if isinstance(hidden, PendingSum) and isinstance(norm, RMSNorm | LayerNorm):
         return norm(hidden.output, hidden.residual)

@@ -29,7 +29,8 @@ class PrefixRows:
     ) -> "PrefixRows":
         """Return the PrefixRows of documents on a device.
 
-        `lengths` and `prefixes`, the prefix lengths, are int64[D].
+        `lengths` and `prefixes`, the prefix lengths, are int64[D]. A prefix may be empty or the
+        whole document.
         """
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         in_prefix = positions < np.repeat(prefixes, lengths)
@@ -54,8 +55,9 @@ class PackedSequences(PackedSeqParams):
 
     attention: Attention = Attention.BIDIRECTIONAL
     documents: list[tuple[int, int]] = field(default_factory=list)
+    """(start, stop) of each document in the row"""
     prefixes: list[int] = field(default_factory=list)
-    """prefix length of each document under Attention.PREFIX"""
+    """prefix length of each document under Attention.PREFIX, else empty"""
     prefix_rows: PrefixRows | None = None
     """the prefixes as accelerator kernels need them"""
     rotation: Rotation | None = None
@@ -78,10 +80,10 @@ class PackedSequences(PackedSeqParams):
         device: torch.device,
         prefixes: np.ndarray | None = None,
     ) -> "PackedSequences":
-        """Return the PackedSequences of a pack.
+        """Return the PackedSequences of a pack, without rotary positions and dropout.
 
         Args:
-            edges: Document boundaries, from 0.
+            edges: Document boundaries, increasing from 0 to the number of tokens.
             prefixes: Prefix length of each document under prefix attention, else None.
 
         Raises:

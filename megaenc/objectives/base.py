@@ -23,8 +23,8 @@ from megaenc.flags import Bounds
 class Attention(StrEnum):
     """Attention mask within each document: causal, bidirectional or prefix.
 
-    A prefix is bidirectional in its first tokens and causal after them. The number of these first
-    tokens is in `Targets.prefixes`.
+    It is a StrEnum. A prefix is bidirectional in its first tokens and causal after them. The number
+    of these first tokens is in `Targets.prefixes`.
     """
 
     CAUSAL = "causal"
@@ -87,6 +87,11 @@ class OptionError(InputError):
     """InputError for an unknown option of an objective or an unusable value.
 
     `option` holds the option's name.
+
+    Args:
+        objective: Name of the objective.
+        option: Name of the option.
+        complaint: End of the message, after both names.
     """
 
     def __init__(self, objective: str, option: str, complaint: str):
@@ -105,10 +110,12 @@ def option(
     """Return the dataclass field of an objective's option, typed by its default.
 
     Args:
-        help: Meaning of the option.
-        low: Smallest value.
-        high: Largest value.
-        above: Number below all values.
+        default: Value without the option: a bool, int, float or str. Other values have its type; a
+            float may be an int.
+        help: Meaning of the option, which errors about it quote.
+        low: Smallest number.
+        high: Largest number.
+        above: Number below all numbers.
     """
     return dataclasses.field(
         default=default, metadata={"help": help, "bounds": Bounds(low, high, above)}
@@ -144,13 +151,13 @@ class Objective(ABC):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the inputs, scored positions, labels and prefixes of one pack.
 
-        They are a pure function of the arguments.
+        They are a pure function of the arguments and the options. `pack` is not changed.
         """
 
     def files(self) -> tuple[Path, ...]:
         """Return the files that `targets` reads.
 
-        A run's identity holds their contents.
+        A run's identity holds hashes of their contents.
         """
         return ()
 
@@ -181,8 +188,11 @@ class Objective(ABC):
     def from_texts(cls, vocabulary: Vocabulary, texts: dict[str, str]) -> "Objective":
         """Return the objective with options given as text by name, {"mask": "0.3"}.
 
+        Options that are not in `texts` have their default.
+
         Raises:
             OptionError: A name or a value is wrong.
+            InputError: The vocabulary is unsuitable.
         """
         known = {field.name: field for field in cls.options()}
         values = {}
@@ -224,7 +234,8 @@ class Objective(ABC):
 
         Args:
             every: Whether to include options at their default.
-            end: Objective to which options change: `mask=0.4->0.15`.
+            end: Objective of the same class to which options change: `mask=0.4->0.15`; None: none
+                changes.
         """
         assignments = []
         for field in self.options():

@@ -156,13 +156,15 @@ class Teacher:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the teacher's likeliest tokens at some positions of a pack.
 
-        Special tokens are left out. Each document is read without the others. The made-up packs of
+        Special tokens are left out. Each document is read without the others. Threads may call it
+        at the same time. The made-up packs of
         checks, whose vocabulary is of no tokenizer, have only short documents, so that they may be
         longer than the model's context.
 
         Args:
+            pack: Pack whose document edges are read; its tokens are not.
             inputs: int64[T], token ids that the teacher reads.
-            positions: int64[N].
+            positions: int64[N], in any order.
             count: Number of tokens at each position.
 
         Returns:
@@ -237,6 +239,8 @@ class Teacher:
 @lru_cache(maxsize=4)
 def load_teacher(path: str, vocabulary: Vocabulary) -> Teacher:
     """Return the Teacher in the folder `path`, loaded once in a process.
+
+    The last four are kept.
 
     Raises:
         InputError: It is unusable.

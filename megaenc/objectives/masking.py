@@ -230,5 +230,8 @@ def text_token_mask(vocabulary: Vocabulary) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def text_token_ids(vocabulary: Vocabulary) -> np.ndarray:
-    """Return the ids of all tokens that are not special, int64, ascending."""
+    """Return the ids of all tokens that are not special, int64, ascending.
+
+    The array is shared by all callers and must not be changed.
+    """
     return np.flatnonzero(text_token_mask(vocabulary))

@@ -77,10 +77,14 @@ class ParsedPhase(NamedTuple):
 def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPhase, ...]:
     """Return the phases of a schedule's text, repetitions spelled out.
 
-    `Schedule.build` checks names, options and sums.
+    `Schedule.build` checks names, options and sums of amounts.
+
+    Args:
+        train_iters: Steps of the run, the most phases that a repetition may make; None: only the
+            limit of 100,000 counts.
 
     Raises:
-        InputError: The syntax is wrong, or there are more than `train_iters` phases.
+        InputError: The syntax is wrong, or a repetition makes too many phases.
     """
     return _ScheduleParser(text, train_iters).parse_schedule()
 

@@ -28,8 +28,8 @@ class PseudoPerplexity(Objective):
     passes, in random order. With as many passes as the longest document has tokens, one is hidden
     at a time, as in the paper.
 
-    `ahead` is the `shift` of the model's training objective. The first `ahead` tokens of a document
-    are neither hidden nor predicted.
+    `passes` must be given. `ahead` is the `shift` of the model's training objective. The first
+    `ahead` tokens of a document are neither hidden nor predicted.
     """
 
     name = "pseudo_perplexity"
@@ -68,7 +68,10 @@ class PseudoPerplexity(Objective):
 
     @property
     def parts(self) -> tuple["PseudoPerplexity", ...]:
-        """Return the objective of each pass; together they predict every token once."""
+        """Return the objective of each pass; together they predict every token once.
+
+        Special tokens and the first `ahead` of each document are left out.
+        """
         return tuple(dataclasses.replace(self, part=part) for part in range(self.passes))
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
@@ -128,7 +131,11 @@ def build_pseudo_perplexities(
 ) -> dict[str, PseudoPerplexity]:
     """Return the pseudo-perplexity of each of the `pseudo_perplexity_shifts` by text.
 
-    There are none for 0 `passes`.
+    The texts are those of `PseudoPerplexity.describe`.
+
+    Args:
+        objectives: Training objectives of the model.
+        passes: Forward passes of each; 0 for an empty result.
 
     Raises:
         InputError: The vocabulary has no mask token.

@@ -18,6 +18,8 @@ ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 def register(objective: ObjectiveClass) -> ObjectiveClass:
     """Register an objective class under its `name` and return it, as a decorator.
 
+    It is registered in this process only.
+
     Raises:
         ValueError: The name is used, or the class invalid.
     """
@@ -26,7 +28,7 @@ def register(objective: ObjectiveClass) -> ObjectiveClass:
 
 
 def check_class(objective: type, source: str) -> None:
-    """Check that a class can be an objective.
+    """Check that a class can be an objective, whether or not its name is used.
 
     Raises:
         InputError: It cannot; the error names `source`.
@@ -83,6 +85,6 @@ def find(name: str) -> type[Objective]:
     """Return the objective class called `name`, importing its package.
 
     Raises:
-        InputError: It is unknown, offered twice or invalid.
+        InputError: It is unknown, offered twice or invalid, or its import has failed.
     """
     return OBJECTIVES.find(name)

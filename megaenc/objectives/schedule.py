@@ -64,7 +64,8 @@ class ScheduledObjective:
     """
 
     weight: int
-    """Weight of the objective in the phase's mixture or sum."""
+    """Weight of the objective in the phase's mixture or sum: the smallest whole numbers in the
+    ratio of the text, 1 without a combination."""
     start: Objective
     end: Objective
 
@@ -140,9 +141,9 @@ class Phase:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Return the expected share of each of `choices` in the phase's passes.
+        """Return the expected fraction of the phase's passes of each of `choices`.
 
-        The shares add up to 1.
+        The fractions add up to 1; in a sum they are equal, whatever the weights.
         """
         if self.is_sum:
             return (1 / self.passes,) * self.passes
@@ -208,6 +209,9 @@ class Schedule:
         """Return (weight, objective) of each pass of a step, with interpolated options.
 
         There are several only in a sum; otherwise the weight is 1. Steps count from 1.
+
+        Raises:
+            ValueError: The step is outside the schedule.
         """
         phase = self.phase_at(step)
         if phase.is_sum:
@@ -231,35 +235,48 @@ class Schedule:
         """Return the objectives that a step trains as text, with interpolated options.
 
         Weights in a sum are left out. Steps count from 1.
+
+        Raises:
+            ValueError: The step is outside the schedule.
         """
         return " + ".join(objective.describe() for _, objective in self.objectives(step))
 
     def text_at(self, step: int) -> str:
         """Return the schedule text of the objectives that a step trains, not interpolated.
 
-        It is for example `mlm(mask=0.4->0.15)` or `sum(clm:1,mlm:1)`. Steps count from 1.
+        It is for example `mlm(mask=0.4->0.15)` or `sum(clm:1,mlm:1)`. Of a mixture it is the one
+        that is drawn. Steps count from 1.
+
+        Raises:
+            ValueError: The step is outside the schedule.
         """
         phase = self.phase_at(step)
         return phase.text if phase.is_sum else self._draw_choice(step).text
 
     def final_objectives(self) -> dict[str, Objective]:
-        """Return the distinct objectives in order, with the last values of their options.
+        """Return the distinct objectives by text, with the last values of their options.
 
-        Keys are their texts with these values, such as `mlm(mask=0.15)`.
+        They are in the order of the phases, those of mixtures and sums one by one. Keys are their
+        texts with these values, such as `mlm(mask=0.15)`.
         """
         return {choice.end.describe(): choice.end for choice in self._distinct_choices()}
 
     def initial_objectives(self) -> dict[str, Objective]:
-        """Return the distinct objectives in order, with the first values of their options.
+        """Return the distinct objectives by text, with the first values of their options.
 
-        Keys are their texts with these values, such as `mlm(mask=0.4)`.
+        They are in the order of the phases, those of mixtures and sums one by one. Keys are their
+        texts with these values, such as `mlm(mask=0.4)`.
         """
         return {choice.start.describe(): choice.start for choice in self._distinct_choices()}
 
     def packages(self) -> dict[str, str]:
         """Return the packages and files that objectives need, by the objective's name.
 
-        Their texts are `PACKAGE VERSION (HASH)` and `FILE (HASH)`.
+        Values are texts `PACKAGE VERSION (HASH)` and `FILE (HASH)`, separated by commas, with the
+        first 12 digits of SHA-256. Objectives that need none are left out.
+
+        Raises:
+            InputError: The files of an objective cannot be found.
         """
         needs: dict[str, set[str]] = {}
         for choice in self._distinct_choices():
@@ -304,6 +321,10 @@ class Schedule:
 
 def parse_objective(text: str, vocabulary: Vocabulary, flag: str) -> Objective:
     """Return one objective with fixed options, written as `mlm(mask=0.3)`.
+
+    Args:
+        text: Schedule text of one phase without an amount.
+        flag: Flag that gives the text.
 
     Raises:
         InputError: Syntax is wrong, or there are phases, mixtures, sums or options that change; the

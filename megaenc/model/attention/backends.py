@@ -54,7 +54,7 @@ def compute_attention(
     """Return attention within documents, computed by an attention backend.
 
     Args:
-        name: One of BACKENDS.
+        name: One of BACKENDS that lacks nothing (`missing_requirement`); not checked.
         q: Queries [S, H, D].
         k: Keys [S, G, D].
         v: Values [S, G, D].
@@ -138,9 +138,10 @@ def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window)
 
 
 def flash_attn_versions(device: torch.device) -> list[int]:
-    """Return the usable versions of flash-attn in the order of trial.
+    """Return the usable major versions of flash-attn in the order of trial: 4, 3, 2.
 
-    They are installed, support `device` and are not excluded.
+    They are installed, support the accelerator `device` and are not excluded. The list may be
+    empty.
     """
     versions = _installed_flash_versions()
     return [
@@ -151,7 +152,7 @@ def flash_attn_versions(device: torch.device) -> list[int]:
 
 
 def exclude_flash_attn(version: int) -> None:
-    """Leave a version of flash-attn unused in this process.
+    """Leave a major version of flash-attn (4, 3 or 2) unused in this process.
 
     It cannot be imported, compiled or trusted here.
     """
@@ -182,6 +183,9 @@ def describe_backend(name: str, device: torch.device) -> str:
     """Return the backend's name, for flash with the release of its package.
 
     For example `flash (flash-attn 4.0.0b36)`, but `sdpa`.
+
+    Raises:
+        IndexError: `name` is flash, and no version of flash-attn is usable.
     """
     if name != "flash":
         return name
@@ -222,7 +226,11 @@ def _unsupported_reason(version: int, device: torch.device) -> str:
 def load_flash_kernel(device: torch.device) -> Kernel:
     """Return flash-attn's attention function for a device as a `Kernel`.
 
-    It is that of the first of `flash_attn_versions`.
+    It is that of the first of `flash_attn_versions`, imported and then kept until
+    `exclude_flash_attn` is called.
+
+    Raises:
+        IndexError: No version is usable.
     """
     # Version 4 keeps what it compiles for later runs.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

@@ -37,7 +37,8 @@ _precision_users = [0]
 class QueryBlock:
     """Block of queries of a padded document, with their keys and mask.
 
-    The keys include those that only some of the queries attend to, which are masked.
+    `queries` and `keys` are (start, stop) of the document's padded tokens. The keys include those
+    that only some of the queries attend to, which are masked.
     """
 
     queries: tuple[int, int]
@@ -53,10 +54,10 @@ class QueryBlock:
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Documents of one length in the layout of a pack.
+    """Documents of one length and one prefix length in the layout of a pack.
 
     Args:
-        start: First padded token.
+        start: First padded token of the batch in the layout.
         size: Padded length of a document.
         count: Number of documents.
         blocks: Blocks of queries of one document.
@@ -90,7 +91,7 @@ class PackLayout:
         """Return the PackLayout of a pack.
 
         Args:
-            heads: Query heads.
+            heads: Query heads, a multiple of `groups`.
             groups: Key/value heads.
             window: Tokens to each side that are attended to; None: all.
         """
@@ -131,7 +132,7 @@ class PackLayout:
         """Return a tensor of heads in this layout.
 
         Args:
-            x: [S, heads, D].
+            x: [S, heads, D]: queries, keys, values or their gradients.
 
         Returns:
             [padded tokens, groups, heads / groups * D]; the padding has copies of tokens.
@@ -150,7 +151,7 @@ class PackLayout:
         return rows.view(len(self.layout_rows) // self.groups, -1, width)
 
     def clear_padding(self, x: Tensor) -> Tensor:
-        """Return a tensor of this layout after zeros are written to its padding."""
+        """Write zeros to the padding of a tensor of this layout, and return it."""
         x.view(-1, x.size(-1)).index_fill_(0, self.padding_rows, 0)
         return x
 

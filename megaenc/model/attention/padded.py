@@ -103,9 +103,14 @@ class PaddedBatches:
 
 
 def max_mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
-    """Return about the maximum bytes of masks for packs of `seq_length` tokens.
+    """Return about the maximum bytes of one window's masks for a micro-batch.
 
-    It is reached if each document fills a pack.
+    It is reached if each document fills a pack. Masks of other windows take as much again.
+
+    Args:
+        packs: Packs of a micro-batch.
+        seq_length: Tokens of a pack.
+        dtype: Dtype of the masks.
     """
     length = max(_MIN_LENGTH, next_power_of_2(seq_length))
     return next_power_of_2(packs) * length**2 * dtype.itemsize
@@ -142,7 +147,7 @@ def attend_padded(
     """Return attention within documents, computed by cuDNN on padded batches.
 
     Args:
-        q: Queries [S, H, D].
+        q: Queries [S, H, D]; D is a multiple of 8.
         k: Keys [S, G, D].
         v: Values [S, G, D].
         scale: Factor of the scores.

@@ -51,7 +51,7 @@ class TrialPack:
     def loud(self) -> Tensor:
         """Return which tokens are scaled to detect leaks from them, bool[S, 1, 1].
 
-        They are the tokens of every other document.
+        They are the tokens of every other document, from the second on.
         """
         return torch.from_numpy(np.repeat(np.arange(len(self.lengths)) % 2 == 1, self.lengths))[
             :, None, None
@@ -77,20 +77,21 @@ def check_backend(
     seq_length: int = 0,
     packs: int = 1,
 ) -> SelfTestResult:
-    """Return the result of testing an attention backend on a device.
+    """Return the result of testing an attention backend on a device, on this rank.
 
-    An exception of the backend is a failure.
+    An exception of the backend is a failure, and so are masks of cudnn above MASK_BYTES_LIMIT.
 
     Args:
-        name: Attention backend.
+        name: One of BACKENDS.
         heads: Query heads of this rank.
         groups: Key/value heads of this rank.
         head_dim: Width of a head.
         masks: Masks to test.
-        windows: Windows of the model's layers, None for global attention. Documents of a trial are
-            at least four times as long as its window.
-        seq_length: Tokens of a pack.
-        packs: Packs of a micro-batch.
+        windows: Windows of the model's layers, None for global attention; no iterator, as they are
+            read for each mask. A window is cut to a quarter of the longest document of a trial.
+        seq_length: Tokens of a pack; on an accelerator a document of about as many is tried, up to
+            2,048.
+        packs: Packs of a micro-batch, for the size of the masks of cudnn.
     """
     worst = SelfTestResult(name, True, 0.0, error_tolerance(dtype, head_dim, device), "")
     if reason := missing_requirement(name, device, dtype):
@@ -294,10 +295,18 @@ def reference_attention(
 ) -> tuple[Tensor, ...]:
     """Return float32 attention by its formula, and the gradients of q, k and v.
 
+    All tensors are on the CPU. The factor of the scores is 1 / sqrt(D).
+
     Args:
-        upstream: Gradient of the output.
-        spans: (start, prefix end, stop) of each document.
+        q: Queries float32[S, H, D].
+        k: Keys float32[S, G, D].
+        v: Values float32[S, G, D].
+        upstream: Gradient of the output, float32[S, H, D].
+        spans: (start, prefix end, stop) of each document, as of `PackedSequences.spans`.
         window: Tokens to each side that are attended to; None: all.
+
+    Returns:
+        (attention, gradient of q, gradient of k, gradient of v), each of the shape of its tensor.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

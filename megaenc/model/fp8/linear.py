@@ -24,8 +24,11 @@ def check_linear_layers(
 ) -> None:
     """Check that the chosen linear layers work: Transformer Engine's, or float8.
 
+    Other layers are not checked. Ranks do not communicate.
+
     Args:
-        widths: (output, input) widths of the layers.
+        widths: (output, input) widths of the layers on this rank; only for float8.
+        dtype: Dtype of inputs and weights; only for float8.
 
     Raises:
         InputError: They cannot be used on this machine.
@@ -45,10 +48,13 @@ def check_float8_linear(
     independent, plus 2^-7 for results in bfloat16 and fast accumulation.
 
     Args:
-        widths: (output, input) widths of the layers.
+        fp8_format: `hybrid` or `e4m3`.
+        widths: (output, input) widths of the layers on this rank.
+        dtype: Dtype of inputs, weights and results.
 
     Raises:
-        InputError: A product fails or exceeds the tolerance.
+        InputError: The machine has no float8 matrix products, or a product fails or exceeds the
+            tolerance.
     """
     names = "output", "gradient of the input", "gradient of the weight"
     kind = select_float8_recipe(fp8_format, backend)

@@ -57,7 +57,9 @@ class Float8Recipe:
         """Return a tensor as float8, scaled by a power of two, and the inverse scale.
 
         Args:
-            top: Bits of the largest magnitude in `x`, from `amax`.
+            top: Bits of the largest magnitude in `x`, or in a matrix of which `x` is a part, from
+                `amax`.
+            dtype: `forward` or `gradient`.
 
         Returns:
             (float8 tensor, inverse scale float32[]). The inverse scale is NaN if `top` is not
@@ -100,7 +102,10 @@ class Float8Recipe:
 
         Args:
             a: [n, k].
-            b: [m, k], the transpose of the second factor.
+            b: [m, k], the transpose of the second factor. On accelerators m and k are multiples of
+                16.
+            a_inverse: Inverse scale of `a`, float32[].
+            b_inverse: Inverse scale of `b`, float32[].
             fast: Whether to use the hardware's less accurate accumulation, sufficient for forward.
 
         Returns:
@@ -123,7 +128,7 @@ def max_value_bits(dtype: torch.dtype) -> int:
 def rounding_error(dtype: torch.dtype) -> float:
     """Return an upper bound of the error of rounding numbers to a float8 dtype.
 
-    It bounds the root mean square of the relative error.
+    It bounds the root mean square of the relative error of numbers in the normal range.
     """
     # torch.finfo is wrong for float8_e5m2fnuz.
     after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)
@@ -132,9 +137,14 @@ def rounding_error(dtype: torch.dtype) -> float:
 
 @functools.cache
 def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
-    """Return the Float8Recipe of `fp8_format` on this machine.
+    """Return the Float8Recipe of a format on this machine, computed once in a process.
 
-    Triton kernels are used if their results match torch's bit by bit.
+    On accelerators Triton kernels are used if their results match torch's bit by bit; if not, rank
+    0 prints the reason.
+
+    Args:
+        fp8_format: `hybrid` (gradients with 5 bits of exponent, all else with 4) or `e4m3` (all
+            with 4).
 
     Raises:
         InputError: The machine has no float8 matrix products.

@@ -15,12 +15,17 @@ class FusedKernels:
     layer_norm: bool = False
     """LayerNorm without bias"""
     rotary: bool = False
+    """rotary positions, and the split of the joint projection"""
     swiglu: bool = False
+    """gated activation by silu"""
     geglu: bool = False
+    """gated activation by gelu or gelu_pytorch_tanh"""
     dropout: bool = False
     """of attention's output"""
     loss: bool = False
+    """cross-entropy of the output layer"""
     sum: bool = False
+    """float32 sum of the chunks' gradients of the output layer's weight, by torch"""
 
 
 NO_FUSED_KERNELS = FusedKernels()

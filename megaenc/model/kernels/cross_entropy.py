@@ -70,12 +70,13 @@ def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns:
     """Return the softmax statistics of each row of logits, float32[4, n].
 
     They are the highest score, the sum of exp(score - highest), the label's score and the likeliest
-    token, over this rank's share of the vocabulary. The label's score is 0 if it is another rank's;
-    the token is the lowest id on a tie, exact below 2^24. A share of only padding has float32's
+    token, over this rank's part of the vocabulary. The label's score is 0 if it is another rank's;
+    the token is the lowest id on a tie, exact below 2^24. A part of only padding has float32's
     lowest number, 0, 0 and `first`.
 
     Args:
-        first: Token id at which the rank's share begins.
+        labels_n: int64[n], token ids of the whole vocabulary.
+        first: Token id at which the rank's part begins.
         columns: Number of columns before the padding.
     """
     rows, width = logits_nV.shape
@@ -100,7 +101,7 @@ def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns:
 def logits_to_gradient_(
     logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int
 ) -> Tensor:
-    """Overwrite logits by the loss's gradient, and return them.
+    """Overwrite logits by the gradient of each row's loss, and return them.
 
     The gradient is exp(score - top) / sum, minus 1 at the label, and 0 in padding.
 

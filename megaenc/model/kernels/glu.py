@@ -104,7 +104,7 @@ def glu(x: Tensor, activation: str) -> Tensor:
 
     Args:
         x: [..., 2 F], whose halves are gate and up.
-        activation: silu, gelu or gelu_pytorch_tanh.
+        activation: silu, gelu or gelu_pytorch_tanh; any other name counts as silu.
     """
     return _TritonGLU.apply(x, activation)
 

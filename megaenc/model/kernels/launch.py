@@ -29,7 +29,7 @@ compiled in the middle of training.
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is at least `number`.
+    """Return the smallest power of two that is at least `number`, from 1.
 
     It is a valid size of a Triton block.
     """
@@ -58,7 +58,8 @@ def column_block_constants(width: int) -> dict[str, int]:
 def flatten_rows(x: Tensor) -> Tensor:
     """Return a tensor [..., W] as [rows, W] with contiguous rows.
 
-    There is no copy if possible.
+    The elements of a row are adjacent; rows may have gaps between them. There is no copy if
+    possible.
     """
     rows = x.reshape(-1, x.size(-1))
     return rows if rows.stride(1) == 1 or rows.numel() == 0 else rows.contiguous()

@@ -31,7 +31,8 @@ class SelfTestResult:
     available: bool
     """whether it could run at all"""
     error: float | None
-    """largest relative error; None if nothing was computed"""
+    """largest relative error, of a failure the first above the tolerance; None if nothing was
+    computed"""
     tolerance: float
     reason: str
     """reason for failure, for the console; empty if it passed"""
@@ -44,7 +45,11 @@ class SelfTestResult:
 
 @dataclass(frozen=True)
 class LayerWidths:
-    """Widths of the model's tensors on one rank."""
+    """Widths of the model's tensors on one rank.
+
+    `ffn`, the width inside the gated MLP, and `vocabulary`, with padding, are those of a
+    tensor-parallel rank; `hidden` and `head` are undivided.
+    """
 
     hidden: int
     head: int
@@ -59,7 +64,9 @@ Comparison = tuple[str, Tensor, Tensor]
 def check_kernel(
     name: str, device: torch.device, dtype: torch.dtype, widths: LayerWidths
 ) -> SelfTestResult:
-    """Return the result of testing a Triton kernel against float64.
+    """Return the result of testing a Triton kernel against float64 on this rank.
+
+    An exception of the kernel is a failure, with `available` False.
 
     Args:
         name: Key of CHECKS.
@@ -375,12 +382,13 @@ def select_fused_kernels(
 ) -> FusedKernels:
     """Return the Triton kernels that pass a self-test on all ranks.
 
-    A collective call of all ranks, which prints the kernels that fail. There are none on a CPU, but
-    Triton's interpreter (TRITON_INTERPRET=1) can run them there.
+    A collective call of all ranks, of which rank 0 prints the kernels that fail. There are none on
+    a CPU, but Triton's interpreter (TRITON_INTERPRET=1) can run them there. Results are kept for
+    later calls in the process.
 
     Args:
         enabled: Whether any kernel may be used.
-        names: Kernels that the model can use, fields of FusedKernels.
+        names: Kernels that the model can use, fields of FusedKernels; all others stay False.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not enabled or (device.type == "cpu" and not interpreted):

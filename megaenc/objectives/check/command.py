@@ -47,7 +47,11 @@ class CheckConfig:
 
 
 def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
-    """Return the SHA-256 of the Targets of packs, whatever their order."""
+    """Return the SHA-256 of the Targets of packs, whatever their order.
+
+    Raises:
+        InputError: The objective raises an error.
+    """
     digests = []
     for pack in packs:
         arrays = [
@@ -114,7 +118,11 @@ def print_digest(objective: str, options: Sequence[str]) -> None:
 def run_checks(config: CheckConfig) -> tuple[Objective, list[CheckResult]]:
     """Return the objective and the results of all checks.
 
-    Checks after the contract or the micro-batches are left out if these fail.
+    A failed contract leaves out all other checks, and any failed check the one of training, which
+    `config.train` asks for. A failed check raises nothing.
+
+    Raises:
+        InputError: The objective cannot be built, or raises an error while it is measured.
     """
     from megaenc.objectives.check.layouts import check_micro_batches, check_training
 

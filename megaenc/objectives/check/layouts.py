@@ -62,7 +62,8 @@ _LAUNCHER_VARIABLES = (
 def check_micro_batches(objective: Objective) -> CheckResult:
     """Check that packs give equal tensors in every micro-batch.
 
-    Packs are joined in one row, one by one, in another order and in a prefetching thread.
+    Packs are joined in one row, one by one, in another order and in a prefetching thread. An
+    exception of the objective is a failed result.
     """
     silence_libraries()
     try:
@@ -180,6 +181,9 @@ def check_training(objective: str, options: Sequence[str]) -> list[CheckResult]:
     Args:
         objective: Objective as given to the command, whose class the processes register.
         options: Options as given to the command.
+
+    Returns:
+        The results `layouts` and `resume`, or only a failed `layouts` if training fails.
     """
     with tempfile.TemporaryDirectory(prefix="megaenc-objective-") as folder:
         try:

@@ -13,7 +13,9 @@ from megaenc.objectives.schedule import parse_objective
 
 
 def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
-    """Return the objective given to the command.
+    """Return the objective given to the command, with the made-up VOCABULARY.
+
+    MODULE is imported, also from the current directory.
 
     Args:
         text: NAME, NAME(OPTIONS) or MODULE:CLASS.
@@ -52,7 +54,7 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
 def register_objective(text: str, options: Sequence[str]) -> str:
     """Return the schedule text of an objective given to the command.
 
-    The class of a MODULE:CLASS is registered.
+    The class of a MODULE:CLASS is registered in this process, unless it is known already.
 
     Args:
         text: As in `load_objective`.

@@ -48,8 +48,11 @@ class CheckResult(NamedTuple):
 def make_packs(count: int, length: int = _LENGTH, odd: bool = True) -> Iterable[Pack]:
     """Yield `count` packs of documents of 1 to 300 random tokens that end in EOS.
 
-    If `odd`, two of eight packs have documents of one or two tokens, or special tokens in their
-    first half.
+    They are the same in each call. If `odd`, of eight packs one has documents of one or two tokens,
+    and one has only special tokens in its first half.
+
+    Args:
+        length: Tokens of a pack.
     """
     for sample in range(count):
         rng = np.random.default_rng(sample)
@@ -79,7 +82,13 @@ def compute_targets(objective: Objective, pack: Pack) -> Targets:
 
 
 def measure(objective: Objective) -> list[CheckResult]:
-    """Return the checks of leaks, statistics and speed over a million tokens."""
+    """Return the checks of leaks, statistics and speed over a million tokens.
+
+    Only leaks and missing predictions can fail.
+
+    Raises:
+        InputError: The objective raises an error.
+    """
     leaks = _LeakCounts(objective)
     statistics = _Statistics(objective)
     seconds = []

@@ -75,8 +75,9 @@ class LengthStats:
     p95: float
     longest: int
     longest_document: int
-    """Number of the first longest document."""
+    """Index of the first longest document, from 0."""
     empty: int
+    """Number of documents without tokens."""
     bins: tuple[LengthBin, ...]
     """Histogram without gaps, from the shortest documents: 0, 1, 2 to 3, 4 to 7, 8 to 15, ...
     tokens."""
@@ -110,9 +111,12 @@ def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
 
 
 def inspect_corpus(settings: InspectConfig) -> list[Any]:
-    """Return rich renderables of a corpus.
+    """Return rich renderables of a corpus, in the order in which to print them.
 
     They are statistics, a histogram of lengths, and a decoded pack if a tokenizer is given.
+
+    Raises:
+        InputError: The corpus, the tokenizer or the objective is unusable.
     """
     corpus = Corpus.open(settings.prefix)
     lengths = compute_length_stats(corpus.document_lengths)

@@ -42,7 +42,10 @@ _CONTROL_PICTURES |= {ord("\n"): "↵", ord("\t"): "⇥"}
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Span of one token of a pack, or of all tokens of one character."""
+    """Span of one token of a pack, or of all tokens of one character.
+
+    `start` and `stop` are token positions in the pack.
+    """
 
     start: int
     stop: int

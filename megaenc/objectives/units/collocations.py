@@ -77,13 +77,14 @@ def count_ngrams(
     tick: Callable[[int], None] = lambda count: None,
     most_sorted: int = _SORTED,
 ) -> list[NgramTable]:
-    """Return the tables of the frequent n-grams of 1 to 5 tokens.
+    """Return the tables of the frequent n-grams of 1 to 5 tokens, five in this order.
 
     Args:
         ids: int32, token ids, with a negative number at each place that no n-gram may hold;
             overwritten.
         min_count: Fewest occurrences of an n-gram.
-        tick: Function that is called with the number of places worked on.
+        tick: Function that is called with the number of places worked on since its last call; they
+            add up to about 8 times those of `ids`.
         most_sorted: About the largest number of n-grams that are sorted at a time.
     """
     ends = np.flatnonzero(np.concatenate([ids, [-1]]) < 0)
@@ -163,8 +164,9 @@ def _count_keys(
 def compute_pmi(tables: Sequence[NgramTable]) -> list[np.ndarray]:
     """Return the PMI of each n-gram, float64[N] a table, without that of n = 1.
 
-    PMI_n of arXiv 2010.01825: the minimum over all segmentations, but the n-gram itself, of log
-    p(n-gram) - sum of log p(segment), where p is the share of an n-gram among those of its length.
+    PMI_n of arXiv 2010.01825, in nats: the minimum over all segmentations, but the n-gram itself,
+    of log p(n-gram) - sum of log p(segment), where p is the fraction of an n-gram among those of
+    its length.
     """
     logs = [np.log(table.counts / max(table.total, 1)) for table in tables]
     best = [logs[0]]  # largest sum of log p(segment), the n-gram itself included
@@ -195,7 +197,8 @@ def select_collocations(
 ) -> Collocations:
     """Return at most `count` Collocations of the highest PMI above 0.
 
-    SHARES gives the share of each length; ties go to frequent ones.
+    SHARES gives the fraction of each length; a length with too few n-grams leaves the rest of it
+    unused. Ties go to frequent ones. `facts` are taken as they are.
     """
     rows = []
     pmis = []
@@ -223,7 +226,8 @@ def select_collocations(
 def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.ndarray:
     """Return the first `max_tokens` tokens of a corpus, int32.
 
-    -1 stands in place of special tokens and after each document.
+    -1 stands in place of special tokens, which count, and in addition after each document that is
+    not empty.
     """
     documents = np.flatnonzero(corpus.document_lengths)
     ends = np.cumsum(corpus.document_lengths[documents])

@@ -29,8 +29,8 @@ _ARRAYS = ("tokens", "pmi", "counts", "facts")
 class Collocations:
     """Token n-grams of 2 to 5 tokens, best first within each length.
 
-    tokens: int32[C, 5], padded with -1; pmi: float32[C]; counts: int64[C]; facts: their origin,
-    `tokenizer` (the fingerprint), `corpus`, `tokens` and more.
+    tokens: int32[C, 5], padded with -1; pmi: float32[C], in nats; counts: int64[C], occurrences in
+    the corpus; facts: their origin, `tokenizer` (the fingerprint), `corpus`, `tokens` and more.
     """
 
     tokens: np.ndarray
@@ -44,7 +44,10 @@ class Collocations:
         return (self.tokens >= 0).sum(axis=1)
 
     def save(self, path: Path) -> None:
-        """Write the file `path` atomically; equal collocations give equal bytes."""
+        """Write the file `path` atomically; equal collocations give equal bytes.
+
+        An existing file is replaced. The directory must exist.
+        """
         facts = np.array(json.dumps({"format": _FORMAT, **self.facts}, sort_keys=True))
         with atomic_files(path) as [temporary], open(temporary, "wb") as stream:
             np.savez(stream, tokens=self.tokens, pmi=self.pmi, counts=self.counts, facts=facts)
@@ -81,7 +84,7 @@ class CollocationMatcher:
             self.levels.append(TrieLevel(keys, ends))
 
     def match(self, tokens: np.ndarray, is_joined: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return places and lengths, int64[M], of the collocations in some tokens.
+        """Return first positions and lengths, int64[M], of the collocations in tokens.
 
         They do not overlap; from the left the longest is taken at each place.
 
@@ -150,7 +153,7 @@ def load_collocations(path: str) -> Collocations:
     """Return the Collocations in a file, read once in a process.
 
     Raises:
-        InputError: The file is another one or damaged.
+        InputError: The file is missing, another one or damaged.
     """
     written_by = "expected a file of `megaenc objective collocations`"
     if not os.path.isfile(path):
@@ -195,6 +198,8 @@ def _get_matcher(path: str) -> CollocationMatcher:
 
 def check_collocations(path: str, vocabulary: Vocabulary) -> None:
     """Check that a file holds collocations of a vocabulary's tokenizer.
+
+    A made-up vocabulary fits any.
 
     Raises:
         InputError: It does not.
