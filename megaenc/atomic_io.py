@@ -50,6 +50,7 @@ def atomic_files(
     half new.
 
     Args:
+        paths: Files to write, at least one.
         before_rename: Called when the files are synced and none is renamed; if it raises, nothing
             changes.
 
@@ -136,8 +137,8 @@ def temporary_path(path: Path) -> Path:
 def atomic_dir(path: Path) -> Iterator[Path]:
     """Yield a new temporary folder, and rename it to `path` after the block.
 
-    On an error it is removed. `path` must be absent or empty, and the content is synced to disk
-    before the rename.
+    On an error it is removed. `path` must be absent or empty, its parent folder must exist, and the
+    content is synced to disk before the rename.
 
     Raises:
         InputError: The folder cannot be written or `path` was filled meanwhile.
@@ -171,6 +172,9 @@ def fsync_path(path: Path) -> None:
     """Flush a file's content, or a folder's directory entries, to the disk.
 
     File systems that cannot do so are ignored.
+
+    Raises:
+        OSError: The path is missing, or flushing fails.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -242,7 +246,10 @@ def _is_disk_full(folder: Path) -> bool:
 def atomic_write(path: Path, text: str) -> None:
     """Write `text` as UTF-8 to `path` through a temporary file.
 
-    A crash leaves either the old or the new content.
+    The folder must exist. A crash leaves either the old or the new content.
+
+    Raises:
+        InputError: The file cannot be written.
     """
     with atomic_files(path) as [temporary]:
         temporary.write_text(text, encoding="utf-8")
@@ -251,7 +258,7 @@ def atomic_write(path: Path, text: str) -> None:
 class FileLock:
     """Exclusive flock on the file `path`, from `acquire` to `release` or process end.
 
-    `created` tells whether the file was missing.
+    `created` tells whether `acquire` has created the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -290,7 +297,7 @@ class FileLock:
         raise OSError(errno.ESTALE, "its inode number keeps changing")
 
     def is_held(self) -> bool:
-        """Return whether the locked file is still the one at `path`.
+        """Return whether the locked file is still the one at `path`; only after `acquire`.
 
         False if it was removed or replaced since.
         """
@@ -306,10 +313,11 @@ class FileLock:
 
 @contextlib.contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Try to lock `path` at once; yield whether it worked, and if so remove it after.
+    """Try to lock the file `path` without waiting; yield whether that worked.
 
-    A lock ends with its process. On a file system without locks every process gets it, so code that
-    runs under a lock must write atomically and deterministically.
+    If so, the file is removed after the block. Missing parent folders are created. A lock ends with
+    its process. On a file system without locks every process gets it, so code that runs under a
+    lock must write atomically and deterministically.
 
     Raises:
         InputError: The file cannot be created.
@@ -333,7 +341,7 @@ def try_lock(path: Path) -> Iterator[bool]:
 def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
     """Wait up to `seconds` to lock the file `path`; yield whether that worked.
 
-    If so, the file is removed after the block.
+    If so, the file is removed after the block. Errors are those of `try_lock`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -347,7 +355,8 @@ def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
 def is_locked(path: Path) -> bool:
     """Return whether any process has locked the file `path`, without changing it.
 
-    False if it is missing or unreadable.
+    This process counts too. False if the file is missing or unreadable, or its file system has no
+    locks.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -128,6 +128,9 @@ MOVED = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the subcommand named by the first words of `argv`, or print help or version.
 
+    Args:
+        argv: The words after `megaenc`; None: those of this process.
+
     Raises:
         InputError: There is no such command.
     """

@@ -232,7 +232,7 @@ class ProgressLine:
     def is_due(self, live_interval: float) -> bool:
         """Return whether `live_interval` seconds passed since the last display.
 
-        Without a terminal it is `self.interval`.
+        Without a terminal the interval is `self.interval` instead.
         """
         return time.monotonic() - self._print_time >= (
             self.interval if self._live is None else live_interval
@@ -252,6 +252,7 @@ class ProgressLine:
         `fields` (numbers or text) stay until they are replaced.
 
         Args:
+            done: Progress since the beginning, in the unit of `total`.
             rows: Rows by a stable key each, which a terminal displays instead.
         """
         now = time.monotonic()
@@ -329,9 +330,9 @@ class ProgressLine:
         return escape_unprintable("  ".join([*parts, *self.time_left(now)]))
 
     def time_left(self, now: float) -> list[str]:
-        """Return `["0:42 left"]`, estimated at the monotonic time `now`.
+        """Return `["0:42 left"]`, estimated at the time `now` of `time.monotonic`.
 
-        Empty if the time left cannot be estimated.
+        The list is empty if the time left cannot be estimated.
         """
         if not self.total or self._first is None or not self._first[1] < self._done < self.total:
             return []
@@ -349,7 +350,11 @@ def format_paths(paths: Sequence[str]) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 model` or `50 models`."""
+    """Return a number with its noun, such as `1 model` or `50 models`.
+
+    Args:
+        noun: Singular, whose plural ends in -s.
+    """
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 

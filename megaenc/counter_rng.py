@@ -86,7 +86,11 @@ class KeyedPermutation:
     """
 
     def __init__(self, seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()):
-        """Draw the keys of the permutation of range(`count`), from 1 to 2**62 numbers."""
+        """Draw the keys of the permutation of range(`count`), from 1 to 2**62 numbers.
+
+        Raises:
+            ValueError: `count` is out of that range.
+        """
         if not 1 <= count <= 1 << 62:
             raise ValueError(f"count: found {count}, expected 1 to 2**62")
         self._count = count
@@ -180,6 +184,9 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
 
     The matrix is determined by `seed` and `name`. A row depends only on (seed, name, row index,
     columns), so that a rank draws only its own rows. Box-Muller in float64, rounded once.
+
+    Raises:
+        ValueError: The step of `rows` is not 1.
     """
     if rows.step != 1:
         raise ValueError(f"rows must be contiguous, found step {rows.step}")
@@ -207,7 +214,8 @@ def truncate_normals(values: np.ndarray, cutoff: float) -> np.ndarray:
     """Map standard normal `values`, float32, to a truncated normal distribution.
 
     It is cut at -`cutoff` and `cutoff`, and the order stays: the quantile of a value among all
-    normals becomes its quantile among those that are not cut off.
+    normals becomes its quantile among those that are not cut off. It is not scaled, so that its
+    standard deviation is below 1.
     """
     from scipy.special import erf, erfinv  # slow to import
 

@@ -72,7 +72,8 @@ def is_multi_node() -> bool:
 def build_rank_variables(count: int) -> list[dict[str, str]]:
     """Return the variables that torchrun would set for `count` ranks on this machine.
 
-    There is a dictionary for each rank, with a free port; it is empty for a single one.
+    There is a dictionary for each rank, with a port that is free now; it is empty for a single
+    rank.
     """
     if count == 1:
         return [{}]

@@ -48,7 +48,7 @@ def format_error(error: BaseException, max_length: int = 200) -> str:
 def closest_match(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the candidate most similar to the misspelled `word`.
 
-    Empty if none reaches similarity `cutoff`.
+    Empty if none reaches similarity `cutoff`, from 0 to 1.
     """
     return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)), "")
 
@@ -65,8 +65,9 @@ def first_error_line(error: BaseException, max_length: int = 200) -> str:
 def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
     """Wrap the function of a command so that it reports errors and interrupts.
 
-    An InputError prints one line and exits with 2, Ctrl-C prints `stopped` and exits with 130.
-    torchrun turns the 2 into 1 and adds a summary; it does not restart a command that calls
+    An InputError prints one line and exits with 2, as a full disk does; Ctrl-C prints `stopped` and
+    exits with 130, and a reader that leaves, as `| head` does, ends the command with 141. torchrun
+    turns the 2 into 1 and adds a summary; it does not restart a command that calls
     `exit_if_restart_forbidden`. Called without arguments, `main` is the whole program, and Ctrl-C
     is handled until the process ends.
     """

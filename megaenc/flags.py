@@ -112,8 +112,11 @@ def parse(
     Fields of nested dataclasses are top-level flags. --help exits with 0.
 
     Args:
+        settings: Dataclass, of which each field is a flag.
         argv: The flags; None: those of this process.
-        default: Values of flags that are not given.
+        prog: Command that help and errors name, such as `megaenc plot`.
+        description: Text above the flags in the help.
+        default: Values of flags that are not given; None: the defaults of the fields.
 
     Raises:
         InputError: A flag is unknown or its value is wrong, such as a number out of the bounds of
@@ -303,7 +306,7 @@ def read_yaml(path: Path, place: str, expected: str) -> Any:
         expected: Kind of file that errors name.
 
     Raises:
-        InputError: The file is unreadable or not YAML.
+        InputError: The file is unreadable, larger than MAX_YAML or not YAML (see `YamlLoader`).
     """
     try:
         return yaml.load(read_regular_file(path, MAX_YAML).decode("utf-8"), YamlLoader)
@@ -326,12 +329,17 @@ def read_config_file(
 ) -> Settings:
     """Return `default` with the fields in a YAML file and the files that it builds on.
 
-    The key `config` names another file, relative to this one, whose values are read first.
+    The key `config` names another file, relative to this one, whose values are read first. Fields
+    of nested dataclasses are top-level keys.
 
     Args:
         prepare: Returns the defaults to which the fields of a file are applied, and raises
             InputError if they do not fit into one file.
         including_files: The files that led to `path`.
+
+    Raises:
+        InputError: A file is unreadable or no mapping, a field is unknown or given twice, a value
+            is wrong, or `config` leads back to a file.
     """
     fields = _read_fields(path)
     if base := fields.pop("config", None):
@@ -364,7 +372,7 @@ def _read_fields(path: str | Path) -> dict[str, Any]:
 
 
 def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
-    """Return `values` by field name, with underscores.
+    """Return `values` by field name: hyphens of names become underscores.
 
     Args:
         place: Beginning of errors.
@@ -386,13 +394,16 @@ def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
 def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[str]:
     """Return the fields that the flags or the YAML file of --config give.
 
-    Their values do not matter.
+    Their values do not matter. Names are not checked, and files that `config` names count too.
 
     Args:
         argv: The flags.
         preset: Field that ends the search, as it replaces the values of files read before it: those
             of the file for a flag, those of the base `config` for a key.
         without: File whose fields do not count.
+
+    Raises:
+        InputError: A file is unreadable or no mapping.
     """
     names = {
         word.partition("=")[0].removeprefix("--").replace("-", "_")
@@ -413,6 +424,8 @@ def parse_with_config(
 ) -> Settings:
     """Return the dataclass `settings` from the flags over the YAML file of `--config`.
 
+    All fields need a default. Arguments and errors are those of `parse` and `read_config_file`.
+
     Args:
         argv: The flags; None: those of this process.
     """
@@ -425,7 +438,10 @@ def parse_with_config(
 def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
     """Return the last value of `flag` in `argv` without parsing the rest.
 
-    It is given as `--flag x` or `--flag=x`; None without it.
+    It is given as `--flag x` or `--flag=x`; None without it, or if nothing follows it.
+
+    Args:
+        flag: Flag with its hyphens, such as --config; underscores in `argv` are accepted.
     """
     result = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
@@ -484,9 +500,10 @@ def check_bounds(settings: Any) -> None:
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
     """Return `settings` with `values` by field name, cast to the types of the fields.
 
-    Fields of nested dataclasses count.
+    Fields of nested dataclasses count. `settings` itself is not changed.
 
     Args:
+        values: Values as YAML has them.
         source: Beginning of errors.
 
     Raises:
@@ -520,7 +537,7 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
 
 
 def parse_mapping(text: YamlMapping, source: str, example: str) -> dict[str, Any]:
-    """Return the fields of a YAML mapping.
+    """Return the fields of a YAML mapping, with underscores in their names.
 
     Args:
         source: Beginning of errors.
@@ -620,6 +637,7 @@ def check_given(settings: Any, command: str, *names: str) -> None:
 
     Args:
         command: The words of the command after `megaenc`.
+        names: Fields; any false value counts as empty.
     """
     for name in names:
         if not getattr(settings, name):

@@ -31,6 +31,10 @@ _EXPECTED = {"dict_type": "an object", "string_pattern_mismatch": "text in one l
 def check_json(kind: TypeAdapter[T], values: Any, place: str | Path, advice: str) -> T:
     """Return `values` if they are of `kind`, with the fields that it converts.
 
+    Args:
+        place: File or other place, the beginning of errors.
+        advice: End of errors: the next step of the user.
+
     Raises:
         InputError: A field differs; the message names the first one, its value, what is expected,
             and `advice`.

@@ -21,8 +21,8 @@ def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
     """Return the bytes of a regular file.
 
     Raises:
-        OSError: It is a FIFO or device, which could block, or has more than `limit` bytes; the
-            reason is in `strerror`.
+        OSError: It is missing or unreadable, is a FIFO or device, which could block, or has more
+            than `limit` bytes; the reason is in `strerror`.
     """
     with open(path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as stream:
         status = os.fstat(stream.fileno())
@@ -40,6 +40,8 @@ def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
 
 def parse_json(content: bytes | str, *, unique_keys: bool = False) -> Any:
     """Return the value of a JSON text.
+
+    NaN and Infinity, which are not JSON, are accepted as numbers.
 
     Raises:
         ValueError: It is no JSON, nested too deeply or, if `unique_keys`, has a duplicate key.

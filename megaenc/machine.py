@@ -75,9 +75,10 @@ def check_process_count(flag: str, count: int) -> None:
 
 @cache
 def accelerator_names() -> list[str]:
-    """Return the names of the accelerators that torch may use.
+    """Return the names of the accelerators that torch may use, by torch's index.
 
-    Empty without a device file.
+    The list is empty without a device file. The first call starts Python to list them, so that this
+    process does not import torch; the others return the same list.
 
     Raises:
         InputError: torch failed to list them.
@@ -108,7 +109,7 @@ def select_visible_devices(count: int) -> tuple[str, list[str]]:
     """Return the variable of visible devices and its first `count` entries.
 
     It is HIP_VISIBLE_DEVICES if that is set, else CUDA_VISIBLE_DEVICES; if unset, the entries are
-    0, 1, ...
+    0, 1, ... There are fewer entries if the variable has fewer.
     """
     variable = (
         "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"

@@ -59,8 +59,8 @@ def report_stale_files(*paths: Path) -> None:
 def check_parent_writable(path: Path, flag: str) -> None:
     """Raise InputError, naming `flag`, if no file can be created on the way to `path`.
 
-    A temporary file is created in the nearest existing folder above `path`, as other commands may
-    be creating the folders between.
+    A temporary file is created, and removed again, in the nearest existing folder above `path`, as
+    other commands may be creating the folders between.
     """
     target = resolve_path(path)
     try:
@@ -80,8 +80,8 @@ def check_output_file(
     """Raise InputError if the file `path` cannot or must not be written.
 
     It cannot if it is a folder or a device, or has no writable parent. It must not if it is one of
-    `inputs` (see `refuse_input`) or, without `overwrite`, if it exists. Call it before the work,
-    and `create_parent_dir` before the file is written.
+    `inputs` or in one (see `refuse_input`) or, without `overwrite`, if it exists. Call it before
+    the work, and `create_parent_dir` before the file is written.
     """
     try:
         target = resolve_path(path)
@@ -110,7 +110,8 @@ def check_output_file(
 def refuse_input(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
     """Raise InputError, naming `flag`, if the existing file `path` is in an input.
 
-    Links are followed. Inputs that do not exist, such as names on the Hub, are left out.
+    It is one of the `inputs`, or in a folder among them. Links are followed. Inputs that do not
+    exist, such as names on the Hub, are left out.
     """
     if not os.path.lexists(path):
         return

@@ -22,8 +22,8 @@ class Registry(Generic[T]):
     Args:
         group: Group of entry points.
         kind: What the objects are, for messages.
-        find_defect: Function that returns why an object cannot have a name, such as `is no
-            dataclass`, or "" if it can.
+        find_defect: Function of a name and an object that returns why the object cannot have the
+            name, such as `is no dataclass`, or "" if it can.
     """
 
     def __init__(self, group: str, kind: str, find_defect: Callable[[str, Any], str]) -> None:
@@ -94,7 +94,8 @@ class Registry(Generic[T]):
     def package_origin(self, name: str, value: T) -> str | None:
         """Return `PACKAGE VERSION (HASH of the source file)` of what a package offers.
 
-        None for an object that no installed package offers.
+        HASH is the first 12 digits of the SHA-256. None for an object that no installed package
+        offers.
         """
         for offer in _find_entry_points(self.group, tuple(sys.path)).select(name=name):
             if offer.value == _import_path(value):

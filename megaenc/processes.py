@@ -107,9 +107,11 @@ def describe_exit_code(code: int) -> str:
 def exit_on_sigterm() -> Iterator[None]:
     """Make SIGTERM (code 143) and SIGHUP (129) exit through `finally` clauses.
 
-    This holds during the block, and only in the main thread. SIGHUP is sent when a terminal closes,
-    and stays ignored if it is, as under nohup. Shell and kernel both send it: the second one is
-    ignored.
+    This holds during the block. SIGHUP is sent when a terminal closes, and stays ignored if it is,
+    as under nohup. Shell and kernel both send it: the second one is ignored.
+
+    Raises:
+        ValueError: This is not the main thread.
     """
 
     def stop(number: int, frame: object) -> None:
@@ -130,11 +132,13 @@ def exit_on_sigterm() -> Iterator[None]:
 class ChildProcess:
     """Child process in its own session, started at once.
 
-    Ctrl-C does not reach it, and `kill` reaches all its processes.
+    Ctrl-C does not reach it, and `kill` reaches all its processes. Its standard input is empty.
 
     Args:
         command: Command that must end with this process (see `with_pdeathsig`).
+        environment: All environment variables of the process.
         output: File of stdout and stderr, which are inherited without it.
+        pass_fds: File descriptors that stay open in the process.
     """
 
     def __init__(
@@ -172,7 +176,10 @@ class ChildProcess:
         return self.process.returncode
 
     def wait(self, seconds: float) -> int | None:
-        """Wait up to `seconds` for the process to end, and return its `exit_code`."""
+        """Wait up to `seconds` for the process to end, and return its `exit_code`.
+
+        None if it has not ended by then.
+        """
         deadline = time.monotonic() + seconds
         while (code := self.exit_code()) is None and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -80,12 +80,15 @@ def submit_tasks(
 ) -> list[Any]:
     """Submit picklable `tasks` as a job, several as an array, and return their Jobs.
 
+    They are submitit's, in the order of `tasks`.
+
     Args:
         logs: Directory of submitit's files.
-        parameters: Slurm's parameters by submitit's names.
+        name: Name of the job.
+        parameters: Further parameters by submitit's names (see `build_submitit_parameters`).
 
     Raises:
-        InputError: Submission fails.
+        InputError: submitit is not installed, or submission fails.
     """
     submitit = import_submitit()
     try:

@@ -65,7 +65,13 @@ def format_markdown(
 ) -> str:
     """Return a Markdown table.
 
-    Columns `names` are left-aligned, with escaped cells, and `numbers` right-aligned.
+    Columns `names` are left-aligned, with escaped cells, and `numbers` right-aligned, with cells as
+    they are.
+
+    Args:
+        names: Headings of the first columns.
+        numbers: Headings of the columns after them.
+        rows: Cells of both.
     """
     lines = [
         f"| {' | '.join([*names, *numbers])} |",
@@ -80,7 +86,7 @@ def format_markdown(
 def build_rich_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
     """Return a rich table without rows.
 
-    Columns `names` are left-aligned, and `numbers` right-aligned.
+    Columns `names` are left-aligned and wrap, and `numbers` are right-aligned. Both are headings.
     """
     from rich import box
     from rich.table import Table

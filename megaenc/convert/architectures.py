@@ -58,7 +58,11 @@ class ModelFamily:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Return the attention that transformers' class of the family can have."""
+        """Return the attentions that transformers' class of the family can have.
+
+        Encoders have only the bidirectional one, ModernBERT's decoder only the causal one, other
+        decoders both.
+        """
         if self.model_type == modernbert.DECODER_TYPE:
             return (Attention.CAUSAL,)
         return (
@@ -68,9 +72,10 @@ class ModelFamily:
         )
 
     def unsupported_feature(self, model: ModelConfig, attention: Attention) -> str | None:
-        """Return, as text, a feature of `model` that this family lacks.
+        """Return, as text, the first feature of `model` that this family lacks.
 
-        None if the family supports all features of `model` under `attention`.
+        The text follows "has no": a noun phrase, or a flag with its value. None if the family
+        supports all features of `model` under `attention`.
         """
         if attention not in self.attentions:
             return f"{attention} attention"
@@ -96,9 +101,10 @@ class ModelFamily:
 
     @property
     def options(self) -> set[str]:
-        """Return the fields of ModelConfig that may have any value in this family.
+        """Return the names of the fields of ModelConfig that this family does not fix.
 
-        Fields without an effect on the weights are among them.
+        Fields without an effect on the weights are among them. A family may restrict values and
+        their combinations further (`find_other_shape` of its module).
         """
         free = {
             option.name for option in fields(ModelConfig) if option.metadata.get("weights") == "any"
@@ -123,7 +129,8 @@ class ModelFamily:
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:
         """Return the names of attention output biases that exports fill with zeros.
 
-        Empty for most models.
+        They are Hugging Face's, one for each layer if the family's bias is optional and `model` has
+        biases of queries, keys and values; else there is none.
         """
         if self.qkv_bias != "optional" or not model.add_qkv_bias:
             return ()
@@ -227,7 +234,10 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
 def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
     """Convert transformers' config object to a ModelConfig.
 
+    Its `vocab_size` stays None.
+
     Args:
+        config: Config object by `parse_hf_config`.
         file: Name of the config.json, for errors.
 
     Raises:
@@ -274,7 +284,11 @@ def infer_objective(config: Any, family: ModelFamily) -> str:
 
 
 def able_families(model: ModelConfig, attention: Attention) -> list[str]:
-    """Return the families that exports of `model` under `attention` can have."""
+    """Return the families, by `model_type`, as which `model` can be exported.
+
+    They are in the order of FAMILIES; the list is empty if none has all features of `model` under
+    `attention`.
+    """
     return [
         name
         for name, other in FAMILIES.items()
@@ -295,15 +309,20 @@ def build_export_config(
 ) -> Any:
     """Return transformers' config of an export, the inverse of `to_model_config`.
 
+    It has no `prediction_shift`. An output layer's bias is accepted even if the family has none
+    (see `without_output_bias`).
+
     Args:
-        vocab_size: Rows of the embedding.
+        vocab_size: Rows of the embedding, without padding for tensor parallelism.
         context: Context length in tokens.
         tokenizer: Transformers' tokenizer, for the special token ids.
+        dtype: Dtype of the weights, which the config names.
         source: SOURCE_FIELDS of the model that was converted, if any. They are kept unless the
             tokenizer or the family contradicts.
 
     Raises:
-        InputError: The family does not support the model; the message names others that do.
+        InputError: The family does not support the model, and the message names others that do; or
+            the tokenizer has no mask token and the family is an encoder's.
     """
     if missing := family.unsupported_feature(family.without_output_bias(model), attention):
         able = able_families(model, attention)
@@ -385,6 +404,8 @@ def describe_changed_fields(config: Any, source: dict[str, Any], tokenizer: Any)
 
     Args:
         config: Config of the export, by `build_export_config`.
+        source: SOURCE_FIELDS of the model that was converted.
+        tokenizer: Tokenizer of the export, for the reason of a change.
     """
     lines = []
     for name in SOURCE_FIELDS:

@@ -121,7 +121,14 @@ class MergeConfig:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> None:
-    """Run `megaenc convert` with a direction (to-hf, from-hf, merge) and its flags."""
+    """Run `megaenc convert` with a direction (to-hf, from-hf, merge) and its flags.
+
+    Without arguments it prints the usage.
+
+    Args:
+        argv: Direction and flags; None: those of this process.
+        prog: Command that usage and errors name.
+    """
     silence_libraries()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):

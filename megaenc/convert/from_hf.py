@@ -100,7 +100,8 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
         tie: Use the embedding as the output layer that is missing.
 
     Raises:
-        InputError: A file, field or tensor, which the message names, is wrong.
+        InputError: A file, field or tensor, which the message names, is wrong; or `tie` is given
+            though the folder has an output layer.
     """
     folder = TrainableHFCheckpoint(path)
     where = str(folder.config_file)
@@ -170,15 +171,19 @@ def from_hf(
 
     The run folder has a checkpoint of step 0 with only the weights, and a config.yaml with the
     flags of runs that start from it (`--init-from`). Weights are read one by one, so that memory
-    holds the model once.
+    holds the model once. A single process calls it, without a process group.
 
     Args:
         add_mask_token: Add a mask token to a tokenizer without one.
         tie: Use the embedding as the output layer that is missing.
-        dtype: Dtype of the checkpoint.
+        dtype: Dtype of the checkpoint; source: bf16 if all source weights are, else fp32.
+
+    Returns:
+        The source, and the tokenizer's mask token.
 
     Raises:
-        InputError: Parts do not fit or a weight is NaN or infinite; no folder is left.
+        InputError: Parts do not fit, a weight is NaN or infinite, or the tokenizer has no mask
+            token and does not get one; no folder is left.
     """
     refuse_existing(output, "--output")
     hf_source = open_hf_source(source, tie=tie)
@@ -247,9 +252,12 @@ def write_run_files(
     """Write tokenizer, config.yaml and run.json for weights that no run has trained.
 
     Args:
-        folder: Folder to write to.
+        folder: Existing folder to write to.
         output: The folder's later name.
-        source: Origin of the weights for run.json, whose other fields are those of a training run.
+        tokenizer: Transformers' tokenizer.
+        model: Model whose `vocab_size` is set, to the rows of the embedding.
+        seq_length: Pack length in tokens for config.yaml, as `dtype` and `objective` are.
+        source: Origin of the weights, for the field `source` of run.json.
         before: Earlier runs and models that the weights come from.
         special_tokens: Tokens around each document in their training here, if there was any.
 

@@ -21,7 +21,11 @@ _MAX_METRICS_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class ExportProvenance:
-    """Facts about the training and the content of an export, for its model card."""
+    """Facts about the training and the content of an export, for its model card.
+
+    `tokens` is the number of tokens that the run has read up to `step`, of `total_iters` steps.
+    `parameters` is 0 if it is unknown.
+    """
 
     schedule_text: str
     schedule: Schedule
@@ -70,8 +74,9 @@ class ExportProvenance:
 def last_objectives(schedule: Schedule, step: int, total_iters: int) -> tuple[Objective, ...]:
     """Return the objectives of the last steps up to `step`, the most frequent first.
 
-    These are the last 5 % of `total_iters` steps. The options of an objective are those of its last
-    such step. At step 0 it is the objective of step 1.
+    These are the last 5 % of `total_iters` steps, and at least one. Equally frequent objectives are
+    in the order of the schedule. The options of an objective are those of its last such step. At
+    step 0 it is the objective of step 1.
     """
     last = max(step, 1)
     first = max(1, last + 1 - max(1, total_iters // 20))
@@ -167,7 +172,10 @@ def _format_texts(provenance: ExportProvenance, attention: Attention) -> str:
 
 
 def check_license(text: str) -> None:
-    """Raise InputError if `text` is not a license identifier such as apache-2.0."""
+    """Raise InputError if `text` is not a license identifier such as apache-2.0.
+
+    Only its form is checked, not whether the Hub knows it.
+    """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", text):
         raise InputError(
             f"--license: found {text!r}, expected an identifier of the Hub such as apache-2.0"
@@ -177,7 +185,11 @@ def check_license(text: str) -> None:
 def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
     """Return the last metrics of a run up to `step`, by the data that they are of.
 
-    The keys are `training` and `held out, OBJECTIVE`; missing ones are left out.
+    The keys are `training` and `held out, OBJECTIVE`, the values their metrics by name, with
+    `step`. Files that are missing or incomplete are left out.
+
+    Args:
+        folder: Run folder.
     """
     row = _read_last_row(folder / METRICS_FILE, step)
     metrics = {"training": row} if row else {}

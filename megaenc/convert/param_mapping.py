@@ -18,22 +18,28 @@ from megaenc.model.config import ModelConfig
 class ParamMapping:
     """Mapping of one megatron-core tensor to Hugging Face tensors.
 
-    In this class only the name differs.
+    In this class only the name differs. Tensors are whole, as with one tensor-parallel rank.
 
     Args:
-        core: Name of the megatron-core tensor.
-        hf: Names of the Hugging Face tensors.
+        core: Name of the megatron-core tensor, with `{}` for the layer number.
+        hf: Names of the Hugging Face tensors, with `{}` for the layer number.
     """
 
     core: str
     hf: tuple[str, ...]
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Return the Hugging Face tensors, in the order of `hf`."""
+        """Return the Hugging Face tensors, in the order of `hf`.
+
+        They may share memory with `tensor`.
+        """
         return (tensor,)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Return the megatron-core tensor of the Hugging Face `tensors`."""
+        """Return the megatron-core tensor of the Hugging Face `tensors`.
+
+        They are in the order of `hf`, and it may share memory with them.
+        """
         return tensors[0]
 
 
@@ -259,7 +265,13 @@ def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMappin
 
 
 def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
-    """Return the Hugging Face names of the embedding and of the output layer's matrix."""
+    """Return the Hugging Face names of the embedding and of the output layer's matrix.
+
+    A tied model has both names too.
+
+    Args:
+        family: Model type whose names they are.
+    """
     names = {
         mapping.core: mapping.hf[0]
         for mapping in _model_mappings(model, family)
@@ -273,7 +285,8 @@ def iter_mappings(
 ) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
     """Yield the mapping and the names of each weight of `model`.
 
-    A tied output layer is omitted.
+    A tied output layer is omitted. Layers are numbered from 0; a kind of weight is yielded for all
+    layers before the next kind.
 
     Args:
         family: Model type whose names they are; by default one that has all weights of the model.
@@ -300,10 +313,11 @@ def iter_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of each weight with Hugging Face's names.
 
-    The vocabulary is without padding.
+    The order is that of `iter_mappings`.
 
     Args:
-        parameters: Megatron-core's weights by name.
+        parameters: Megatron-core's whole weights by name.
+        vocab_size: Rows of the vocabulary that are kept, without padding.
         family: See `iter_mappings`.
     """
     for mapping, core, names in iter_mappings(model, family):

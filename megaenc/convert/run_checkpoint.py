@@ -30,7 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A run folder with its model, configuration and records."""
+    """A run folder with its model, configuration and records.
+
+    Args:
+        folder: Run folder.
+        model: Model of the last phase.
+        vocab_size: Rows of the embedding, without padding for tensor parallelism.
+        seq_length: Pack length in tokens, of the last phase.
+        dtype: Dtype of the run's weights.
+        identity: Field `identity` of run.json.
+        settings: Content of config.yaml.
+        start: Starting point of the run.
+        facts: Content of run.json.
+    """
 
     folder: Path
     model: ModelConfig
@@ -45,7 +57,8 @@ class RunCheckpoint:
     def at_step(self, step: int | None) -> "RunCheckpoint":
         """Return a copy with the model of a run with phases up to `step`.
 
-        Its rotary base is that of the phase of `step`, its pack length the longest up to there.
+        Its rotary base is that of the phase of `step`, its pack length the longest up to there. A
+        run without phases is returned itself.
 
         Args:
             step: Step of the checkpoint; None: the last.
@@ -116,7 +129,10 @@ class RunCheckpoint:
     def special_tokens(self) -> SpecialTokens | None:
         """Return the special tokens around each document in training.
 
-        None if the weights were only converted.
+        None if run.json has none, as for a converted model.
+
+        Raises:
+            InputError: They are invalid in run.json.
         """
         values = self.facts.get("special_tokens")
         return (
@@ -172,6 +188,8 @@ class RunCheckpoint:
     def exportable_steps(self) -> list[int]:
         """Return, sorted, the steps of all checkpoints, and 0 if it follows from the seed.
 
+        Checkpoints after the newest complete one are left out.
+
         Raises:
             InputError: There is no checkpoint, or a file of one is missing or cut short.
         """
@@ -205,11 +223,16 @@ class RunCheckpoint:
     def load_encoder(self, step: int | None, length: int = 1) -> "Iterator[tuple[int, Encoder]]":
         """Load a checkpoint in this one process and yield its step and encoder.
 
-        Memory holds the weights once.
+        It is a context manager, with a process group within the block. Memory holds the weights
+        once, which need no gradients. Step 0 without a checkpoint is drawn from the seed if
+        `has_seeded_step_0`.
 
         Args:
             step: Step of the checkpoint; None: the newest.
             length: Maximum number of tokens of the documents that the encoder accepts.
+
+        Raises:
+            InputError: The checkpoint is missing, damaged, or removed while it is read.
         """
         backend.init_distributed(backend.ParallelConfig(), seed=0)
         try:
@@ -257,7 +280,7 @@ def report_removal(
 
 
 def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
-    """Open a run folder by its config.yaml and run.json.
+    """Open a run folder by its config.yaml and run.json; no checkpoint is read.
 
     Args:
         flag: Flag that errors name.

@@ -24,7 +24,7 @@ def parse_dtype(name: str, own: str, default: torch.dtype) -> torch.dtype:
     """Return the torch dtype of a `--dtype`: fp32, bf16 or `own`.
 
     Args:
-        own: Name that stands for `default`.
+        own: Name that stands for `default`, such as run or source.
 
     Raises:
         InputError: The name is another.
@@ -36,6 +36,8 @@ def parse_dtype(name: str, own: str, default: torch.dtype) -> torch.dtype:
 
 def parse_size(text: str, flag: str) -> int:
     """Return the bytes of a size such as 500MB or 5GB (powers of 1000).
+
+    Units are KB, MB and GB, in any case; fractions such as 1.5GB are accepted.
 
     Args:
         flag: Flag that errors name.
@@ -57,13 +59,23 @@ def write_shards(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int,
 ) -> dict[str, str]:
-    """Write `tensors`, in the order of `shapes`, to safetensors files.
+    """Write `tensors`, in the order of `shapes`, to safetensors files in `folder`.
 
     Files have at most `max_bytes`, unless one weight is larger; with several files their index is
     written too.
 
+    Args:
+        folder: Existing folder.
+        shapes: Shape of each tensor by name.
+        dtype: float32 or bfloat16, to which each tensor is cast.
+        tensors: Names and tensors; each is needed only until the next one.
+        max_bytes: Maximum bytes of the tensors in a file.
+
     Returns:
-        The SHA-256 of each tensor, by name.
+        The SHA-256 of each tensor's written bytes, by name.
+
+    Raises:
+        ValueError: A tensor has another name or shape than `shapes`.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     files = _assign_shards(sizes, max_bytes)

@@ -27,6 +27,7 @@ def write_sentence_layout(
     """Write the files with which sentence-transformers loads `folder`, in float32.
 
     Args:
+        folder: Existing folder, without a folder `1_Pooling`.
         hidden_size: Width of the embeddings.
         length: Maximum number of tokens of a text.
         prompts: Prefix of a text by the name of its role, such as "query".

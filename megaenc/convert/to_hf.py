@@ -64,7 +64,7 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) 
 
     Args:
         step: Step of the checkpoint; None: the newest.
-        options: Those of `Exporter`.
+        options: Those of `Exporter.__init__`.
 
     Returns:
         The step that was exported.
@@ -115,7 +115,8 @@ def select_export_family(
 ) -> tuple[ModelFamily, Attention]:
     """Return the family and the attention of an export.
 
-    Decoder families that are given by name are causal, all others bidirectional.
+    Decoder families that are given by name are causal, all others bidirectional. Whether a family
+    that is given supports the model is not checked.
 
     Args:
         architecture: Family name; "source" for the family that the model was converted from; None
@@ -160,10 +161,13 @@ class Exporter:
         """Check the options and build tokenizer and config, before any weight is read.
 
         Args:
+            run: Run, at the step to export (`RunCheckpoint.at_step`).
             architecture: See `select_export_family`.
-            dtype: Dtype of the weights.
+            dtype: Dtype of the weights: run, bf16 or fp32.
+            max_shard_size: Maximum size of a weight file, such as 5GB (see `parse_size`).
             sentence_transformers: Also write its files, with mean pooling in float32.
             encoder_only: Leave out the output layer.
+            license: Identifier of the Hub for the model card.
 
         Raises:
             InputError: An option is wrong.
@@ -207,8 +211,13 @@ class Exporter:
         """Write and verify the export of one step in `folder`, and return the step.
 
         Args:
+            folder: Existing empty folder.
             name: Name of the model in its card.
             step: Step of the checkpoint; None: the newest.
+
+        Raises:
+            InputError: The checkpoint is unusable, its output layer does not fit, or the export
+                differs from the run's model; `folder` then has files of it.
         """
         run = self.run
         probe = ProbeBatch.build(run.vocab_size, run.context, run.model.window_size)

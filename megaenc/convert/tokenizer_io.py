@@ -113,13 +113,18 @@ def _raise_too_many_ids(
 
 @dataclass(frozen=True)
 class MaskToken:
-    """Mask token of a tokenizer, and where it comes from."""
+    """Mask token of a tokenizer, and where it comes from.
+
+    Args:
+        token: Text of the token.
+        id: Id of the token, which is its row of the embedding.
+        origin: own: the tokenizer's mask token; reserved: an unused token of its vocabulary, with
+            the model's embedding row; untrained: the same with the mean of the other rows; added: a
+            new token with the mean of the other rows.
+    """
 
     token: str
     id: int
-    # own: the tokenizer's mask token; reserved: an unused token of its vocabulary, with the model's
-    # embedding row; untrained: the same with the mean of the other rows; added: a new token with
-    # the mean of the other rows.
     origin: Literal["own", "reserved", "untrained", "added"]
 
     def describe(self) -> str:

@@ -63,7 +63,10 @@ class ProbeBatch:
 
 
 class ProbeOutputs(NamedTuple):
-    """A model's float32 logits, or hidden states, for a ProbeBatch."""
+    """A model's float32 logits, or hidden states, for a ProbeBatch.
+
+    They are on the CPU, and logits are without padding of the vocabulary.
+    """
 
     documents: list[Tensor]  # [length, V or H] each
     variants: Tensor  # [1 + n, n, V or H]
@@ -73,6 +76,8 @@ def compute_core_outputs(
     encoder: Any, probe: ProbeBatch, attention: Attention, encoder_only: bool = False
 ) -> ProbeOutputs:
     """Return megatron-core's logits for `probe`, computed in one pack and float32.
+
+    The encoder keeps its dtype, but not its `post_process`, which becomes not `encoder_only`.
 
     Args:
         encoder_only: Return hidden states instead.
@@ -104,9 +109,11 @@ def verify_export(
 ) -> dict[str, Any]:
     """Check the weights, outputs and attention mask of an export.
 
+    transformers loads the folder, and computes on this process's device.
+
     Args:
         expected: Outputs of megatron-core.
-        digests: SHA-256 of each weight.
+        digests: SHA-256 of each weight, by name.
         windows: Window of each layer, None if it is global.
 
     Returns:

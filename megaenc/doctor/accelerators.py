@@ -45,7 +45,10 @@ def find_program(program: str) -> str:
 def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
     """Run `command` for at most `seconds`; return (output with stderr, error text).
 
-    The error text is empty after exit code 0.
+    The error text is empty after exit code 0; after the time limit the output is.
+
+    Raises:
+        OSError: The program cannot be started.
     """
     try:
         result = subprocess.run(

@@ -18,7 +18,10 @@ _MODULUS = 251  # small integers: exact sums in any order
 
 
 def check_collectives(context: CheckContext) -> list[Finding]:
-    """Check results, latency and bandwidth of each collective on this rank's device."""
+    """Check results, latency and bandwidth of each collective on this rank's device.
+
+    All ranks call it together; each returns its own findings.
+    """
     join_group(context.timeout)
     backend = detect_backend()
     group = None
@@ -90,7 +93,11 @@ def _ring(own, numbers, group):
 
 
 def build_rank_tensor(owner: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return integers from 0 to 250 that differ by position and rank, float32[count]."""
+    """Return integers from 0 to 250 that differ by position and rank, float32[count].
+
+    Args:
+        owner: Rank that has them.
+    """
     return ((torch.arange(count, device=device) * (owner + 1) + owner) % _MODULUS).float()
 
 

@@ -68,7 +68,11 @@ class DoctorConfig:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc doctor`: print the findings; exit with 1 if one is a problem."""
+    """Run `megaenc doctor`: print the findings; exit with 1 if one is a problem.
+
+    Args:
+        argv: The flags; None: those of this process.
+    """
     environment = dict(os.environ)
     die_with_launcher()
     exit_if_restart_forbidden()
@@ -110,7 +114,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_checks(
     runner: CheckRunner, subjects: Sequence[str], context: CheckContext, findings: list[Finding]
 ) -> None:
-    """Run this rank's checks of `subjects` and append what they find to `findings`."""
+    """Run this rank's checks of `subjects` and append their findings to `findings`.
+
+    A check that fails adds a problem; those that require it are left out.
+    """
     checks = [
         each
         for each in CHECKS

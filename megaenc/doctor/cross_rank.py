@@ -22,6 +22,8 @@ _POLL = 0.05
 def join_ranks(context: CheckContext) -> list[Finding]:
     """Join all ranks in a gloo process group; return a finding on rank 0 only.
 
+    All ranks call it together.
+
     Raises:
         RuntimeError: A rank is missing.
     """
@@ -52,7 +54,11 @@ def join_ranks(context: CheckContext) -> list[Finding]:
 def join_group(seconds: float) -> None:
     """Join the gloo group of all ranks once.
 
-    Without a launcher the group has a single process.
+    All ranks call it together; further calls with the same `seconds` do nothing. Without a launcher
+    the group has a single process.
+
+    Args:
+        seconds: Time limit of joining and of the group's collectives.
 
     Raises:
         RuntimeError: Ranks miss the timeout.
@@ -79,7 +85,8 @@ def _all_gather(value: Any) -> list[Any]:
 def check_shared_folder(context: CheckContext) -> list[Finding]:
     """Check that all ranks see rank 0's file in --save and its lock.
 
-    There is no finding on other ranks, for one rank, or if --save is read-only.
+    All ranks call it together. There is no finding on other ranks, for one rank, or if --save is
+    read-only.
     """
     if get_world_size() == 1:
         return []
@@ -104,7 +111,7 @@ def check_shared_folder(context: CheckContext) -> list[Finding]:
 def observe_lock_file(path: Path) -> str:
     """Return how this rank sees the file that rank 0 created and locked.
 
-    It is "missing", "unlocked", or "" for a locked file.
+    It is "missing", after a wait of 10 s, "unlocked", or "" for a locked file.
     """
     deadline = time.monotonic() + _VISIBILITY_SECONDS
     while not path.exists():
@@ -127,6 +134,9 @@ def assess_sharing(observations: list[str]) -> Finding:
     """Return a finding on the ranks' observations of rank 0's locked file.
 
     It is a problem if one is "missing", a note if one is "unlocked", else ok.
+
+    Args:
+        observations: Result of `observe_lock_file` by rank; "" for rank 0.
     """
     missing = [rank for rank, observation in enumerate(observations) if observation == "missing"]
     unlocked = [rank for rank, observation in enumerate(observations) if observation == "unlocked"]
@@ -166,8 +176,13 @@ def format_ranks(ranks: list[int]) -> str:
 def gather_findings(own_findings: str, timeout: float) -> dict[int, bytes]:
     """Send the serialized findings of this rank to rank 0, which returns all others.
 
-    They pass through the launcher's store, which needs no process group and which anyone who
-    reaches its port can write to.
+    All ranks call it, and each needs a launcher's environment. The findings pass through the
+    launcher's store, which needs no process group and which anyone who reaches its port can write
+    to.
+
+    Args:
+        own_findings: JSON of this rank's findings.
+        timeout: Seconds that rank 0 waits.
 
     Returns:
         Findings by rank without late ranks; empty on other ranks than 0.

@@ -113,7 +113,7 @@ def check_file_system(context: CheckContext) -> list[Finding]:
 
 
 def check_locks(folder: Path) -> Finding:
-    """Lock a file in `folder` twice; return a problem unless the second waits."""
+    """Lock a file in `folder` twice; return a problem unless the second lock fails."""
     advice = (
         "two commands could train in one folder: mount it with locks (Lustre: -o flock; NFS: with "
         "lockd)"

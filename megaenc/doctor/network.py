@@ -194,7 +194,9 @@ def check_gloo_interface(
 
     Args:
         ifname: Value of GLOO_SOCKET_IFNAME; None: gloo takes the interface of the host name.
+        usable: Interfaces that are up and have an address.
         host_addresses: Addresses of the host name.
+        interface_by_address: Interface of each address of this machine.
     """
     label = "gloo meets over"
     if ifname:

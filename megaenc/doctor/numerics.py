@@ -114,7 +114,7 @@ def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a matrix product.
 
-    On an accelerator it is the best of six products of size 8192, else the CPU's peak.
+    On an accelerator it is the best of six products of size 8192, else the CPU's measured peak.
     """
     if device.type == "cpu":
         return detect_backend().peak_flops(dtype)

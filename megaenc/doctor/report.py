@@ -62,7 +62,8 @@ def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
     """Merge the findings of all ranks by subject and name, in order of appearance.
 
     If ranks deviate, there is a second finding "NAME elsewhere" with their results. Differing ok
-    results deviate only if a `mismatch_level` is not ok.
+    results deviate only if a `mismatch_level` is not ok; a rank without the finding deviates then
+    too.
     """
     by_name: dict[tuple[str, str], dict[int, Finding]] = defaultdict(dict)
     ranks_by_scope: dict[tuple[str, str], list[int]] = defaultdict(list)

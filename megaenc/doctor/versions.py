@@ -43,7 +43,11 @@ def check_versions(context: CheckContext) -> list[Finding]:
 def check_package(context: CheckContext, name: str) -> list[Finding]:
     """Return a package's version, or a finding on what is wrong with it.
 
-    It is a problem if a required package is missing or broken, a note if an optional one is broken.
+    It is a problem if a required package is missing or broken, a note if an optional one is broken;
+    there is no finding if an optional one is missing.
+
+    Args:
+        name: One of REQUIRED_PACKAGES or OPTIONAL_PACKAGES.
     """
     version = _package_version(name)
     is_required = name in REQUIRED_PACKAGES

@@ -291,7 +291,10 @@ def _iterate_tables(rows: Sequence[EvaluationRow]) -> Iterator[_Table]:
 
 
 def build_tables(rows: Sequence[EvaluationRow]) -> list[Any]:
-    """Return rich's tables for the terminal: a line for each model on each data set."""
+    """Return rich's tables for the terminal: a line for each model on each data set.
+
+    Retrieval has a table, and all other tasks have one; a table without rows is left out.
+    """
     rich_tables = []
     for title, names, scores, counts, lines in _iterate_tables(rows):
         table = tables.build_rich_table(title, names, scores + counts)
@@ -311,7 +314,14 @@ def format_results(
     suffix: str,
     origin: dict[str, Any],
 ) -> str:
-    """Return the text of a file of the results: JSON, CSV or Markdown tables."""
+    """Return the text of a file of the results: JSON, CSV or Markdown tables.
+
+    Args:
+        rows: Rows of results, at least one.
+        configs: Config of each model, for JSON.
+        suffix: .json or .csv; Markdown for any other.
+        origin: See `format_evaluation`; for JSON.
+    """
     if suffix == ".json":
         return format_evaluation(rows, configs, origin)
     if suffix == ".csv":

@@ -50,6 +50,7 @@ class ContrastiveData:
         """Return the data of `pairs`, with each distinct text tokenized once.
 
         Args:
+            tokenize: Returns the token ids of texts, as `Embedder.tokenize` does.
             prefixes: Texts before queries and before documents.
             negatives: Maximum number of hard negatives of a pair that are used.
 
@@ -139,11 +140,13 @@ class ContrastiveBatch:
     def compute_loss(self, vectors: Tensor, config: ContrastiveConfig) -> Tensor:
         """Return the InfoNCE loss of the embeddings of a batch.
 
-        It equals sentence-transformers' MultipleNegativesRankingLoss without masked scores, and
-        with several sizes its MatryoshkaLoss over all of them and the full size.
+        It is the mean over queries, summed over sizes. It equals sentence-transformers'
+        MultipleNegativesRankingLoss without masked scores, and with several sizes its
+        MatryoshkaLoss over all of them and the full size.
 
         Args:
             vectors: Embeddings of any length, [T, size], in the order of `texts`.
+            config: Config with temperature, sizes and symmetry of the loss.
         """
         device = vectors.device
         full = vectors.shape[1]
@@ -170,7 +173,11 @@ def divide_texts(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
     """Return the places of each rank's texts, with nearly equal numbers of tokens.
 
     The longest texts go first, each to the rank with the fewest tokens. The places are int64, in
-    ascending order.
+    ascending order; a rank has none if there are fewer texts than ranks.
+
+    Args:
+        lengths: Number of tokens of the text at each place.
+        ranks: Number of ranks.
     """
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]

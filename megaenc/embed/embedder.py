@@ -177,8 +177,12 @@ def build_embedder(
 ) -> "Embedder":
     """Return the Embedder of a folder on this machine's device, and print its rules.
 
-    The attention and the length in effect are in its `config`. `name` stands before the printed
-    rules.
+    The attention and the length in effect are in its `config`.
+
+    Args:
+        name: Name of the model in the printed rules and in errors.
+        given: Flags for precision and batch size; those in `config` already (see `override_config`)
+            are only checked.
 
     Raises:
         InputError: A length or size is beyond the model's.
@@ -281,7 +285,12 @@ def _read_optional(path: Path) -> dict[str, Any]:
 class Embedder:
     """Model that embeds texts: tokenizer, backbone with packed attention, and pooling.
 
+    `max_length` is the maximum number of tokens of a text that is in effect, special tokens
+    included.
+
     Args:
+        dtype: Dtype of the weights.
+        batch_size: Texts of a forward pass of `embed`.
         check: Receives the float32 backbone and short random texts, as in `load_backbone`.
 
     Raises:

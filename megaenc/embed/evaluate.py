@@ -69,9 +69,11 @@ class RetrievalSet:
     def score(self, rankings: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
         """Return trec_eval's measures of each query by name, float64[queries].
 
+        They are from 0 to 1.
+
         Args:
-            rankings: Indices of at least RANKING_DEPTH + 1 documents of each query, or all that are
-                retrieved, best first.
+            rankings: For each query in order, the indices of at least RANKING_DEPTH + 1 documents,
+                or of all that are retrieved, best first.
         """
         values: dict[str, list[float]] = {name: [] for name in METRICS}
         for best, own, grade_of in zip(rankings, self._own_ids, self.relevant, strict=True):
@@ -87,7 +89,7 @@ class RetrievalSet:
     def score_random_ranking(self) -> dict[str, np.ndarray]:
         """Return each query's expected measures over random rankings.
 
-        They are float64[queries], by name.
+        They are float64[queries], from 0 to 1, by name.
         """
         documents = set(self.document_ids)
         queries = zip(self.relevant, self._own_ids, strict=True)
@@ -158,7 +160,8 @@ def rank_by_cosine(
 ) -> Iterator[np.ndarray]:
     """Yield the documents with the largest cosines to each query, best first.
 
-    The search is exact. Documents are given by index, int64.
+    They are RANKING_DEPTH + 1, or all if there are fewer, given by index, int64. The search is
+    exact; equal cosines rank by index.
 
     Args:
         queries: Embeddings of length 1, float32[queries, hidden_size].
@@ -192,9 +195,10 @@ def rank_by_bm25(
 ) -> Iterator[np.ndarray]:
     """Yield the documents with the largest BM25 score for each query, best first.
 
-    Documents are given by index, int64. Tokens and formula are those of Lucene's English analyzer
-    as bm25s has them: words of two letters or more in lower case, without 33 stop words, cut by
-    Porter's stemmer. A document without a word of the query is not retrieved.
+    They are at most RANKING_DEPTH + 1, given by index, int64; equal scores rank by index. Tokens
+    and formula are those of Lucene's English analyzer as bm25s has them: words of two letters or
+    more in lower case, without 33 stop words, cut by Porter's stemmer. A document without a word of
+    the query is not retrieved.
 
     Args:
         progress: As in `rank_by_cosine`.

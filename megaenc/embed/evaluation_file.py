@@ -113,7 +113,8 @@ def format_evaluation(
 def read_evaluation(file: Path) -> Evaluation | None:
     """Return the Evaluation in a file, None if it is missing or anything else.
 
-    The result is cached while the file does not change.
+    Rows of other tasks than retrieval are left out. The result is cached while the file does not
+    change.
     """
     try:
         status = file.stat()

@@ -45,6 +45,8 @@ def export_embedder(
 
     Args:
         target: New folder.
+        embedder: Model in float32, out of training mode (see `ContrastiveTrainer.finish`).
+        data: Training data, some texts of which the reloaded model is compared on.
         details: Content of training.json.
         rows: Rows of training.jsonl.
 

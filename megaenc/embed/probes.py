@@ -327,6 +327,8 @@ def _build_local_task(
 def load_tasks(names: Sequence[str]) -> Iterator[ProbeTask]:
     """Yield mteb's tasks of these names, with data from the Hub or its cache.
 
+    A task is loaded only when it is reached.
+
     Raises:
         InputError: A task is unknown, not of text or a group, or its data cannot be loaded.
     """

@@ -170,7 +170,11 @@ def _draw(
 def iterate_pairs(text: str, number: int, settings: TextPairsConfig) -> Iterator[tuple[str, str]]:
     """Yield (query, document) of each pair of a document by --method, in order.
 
-    A text that is too short has none. `number` is that of the document.
+    A text that is too short has none, and pairs of equal texts are left out.
+
+    Args:
+        text: Text of the document.
+        number: Number of the document in the input, from 0; random spans depend on it.
     """
     if settings.method == "adjacent":
         units = split_into_units(text, settings.min_words, settings.max_words)
@@ -186,7 +190,8 @@ def split_into_units(text: str, min_words: int, max_words: int) -> list[str]:
     """Return the paragraphs of a text, with min_words to max_words words each.
 
     Short ones are joined. Long ones are cut at the sentence end nearest to the middle, again and
-    again. A text of one paragraph is cut so once, if both halves are long enough.
+    again, or at the middle if no sentence ends near it. A text of one paragraph is cut once, at a
+    sentence end; if none leaves min_words on both sides, the list is empty.
     """
     units = []
     short = ""

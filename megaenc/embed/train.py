@@ -127,7 +127,8 @@ class ContrastiveTrainer:
     def backward(self, batch: ContrastiveBatch) -> float:
         """Backpropagate the loss of a batch and return it.
 
-        Gradients are summed over ranks.
+        All ranks call it with the same batch. Gradients are summed over ranks, and no step is
+        taken.
         """
         embedder = self.embedder
         ranks = get_world_size()
@@ -169,7 +170,10 @@ class ContrastiveTrainer:
 
 @dataclass
 class TrainingProgress:
-    """Numbers of a training up to its last step, and the rows of its log."""
+    """Numbers of a training up to its last step, and the rows of its log.
+
+    They are over all ranks, and include those before a resume; `loss` is that of the last step.
+    """
 
     step: int = 0
     seconds: float = 0.0
@@ -193,7 +197,8 @@ class StateFolder:
     def load(self, trainer: ContrastiveTrainer) -> TrainingProgress:
         """Set the trainer to the saved state and return its progress.
 
-        Without a state, the progress is that of step 0. Later rows are cut off the log.
+        All ranks call it. Without a state, the progress is that of step 0. Later rows are cut off
+        the log.
 
         Raises:
             InputError: The state cannot be read.
@@ -229,12 +234,15 @@ class StateFolder:
         return progress
 
     def append(self, row: dict[str, Any]) -> None:
-        """Append a row to the log."""
+        """Append a row to the log; only rank 0 calls it."""
         with open(self.folder / TRAINING_LOG, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
     def save(self, trainer: ContrastiveTrainer, progress: TrainingProgress) -> None:
-        """Write the state atomically, after the log that belongs to it."""
+        """Write the state atomically, after the log that belongs to it.
+
+        Only rank 0 calls it.
+        """
         fsync_path(self.folder / TRAINING_LOG)
         numbers = {name: value for name, value in vars(progress).items() if name != "rows"}
         state = {
@@ -250,6 +258,12 @@ def train(
     trainer: ContrastiveTrainer, state: StateFolder, *, save_interval: int, log_interval: int
 ) -> TrainingProgress:
     """Train from the saved state to the last step, with logs and saved states.
+
+    All ranks call it together.
+
+    Args:
+        save_interval: Steps between saved states; the last step is saved too.
+        log_interval: Steps between rows of the log; the last step has a row too.
 
     Raises:
         NonFiniteTrainingError: A loss or gradient norm is NaN or inf.

@@ -55,7 +55,8 @@ _CONTENTS = {"model": "weights or config.json", "tokenizer": "tokenizer", "data"
 def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
     """Train a model, from its saved state if there is one, and export it.
 
-    A model that is there already is reported.
+    All ranks call it together. A model that is there already is reported. The process exits with 1
+    if the loss becomes NaN or inf.
 
     Raises:
         InputError: The output or the state is of other settings.

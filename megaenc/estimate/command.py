@@ -87,7 +87,11 @@ class EstimateConfig:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the estimate of a run and a suggested layout, and write them to --output."""
+    """Print the estimate of a run and a suggested layout, and write them to --output.
+
+    Args:
+        argv: The flags; None: those of this process.
+    """
     silence_libraries()
     config = parse_estimate_config(sys.argv[1:] if argv is None else argv, "megaenc estimate")
     phases = _split_phases(config)
@@ -216,7 +220,7 @@ def build_report(config: EstimateConfig) -> EstimateReport:
 
 
 def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
-    """Return the vocabulary size and a text with its source.
+    """Return the vocabulary size, without padding, and a text with its source.
 
     The source is --vocab-size, the corpus, or the model's default.
     """
@@ -234,6 +238,9 @@ def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -
 
     The batches of a validation are summed over its objectives. Each pass of a pseudo-perplexity is
     counted as an objective, and all of them on each set of --valid-data-path.
+
+    Args:
+        vocab_size: Vocabulary without padding.
     """
     pretrain = config.pretrain
     phases = build_phases(pretrain, vocab_size, docs)

@@ -14,7 +14,11 @@ USABLE_MEMORY = 0.94
 
 @dataclass(frozen=True)
 class Utilization:
-    """Share of a device's dense bfloat16 peak that a model was trained at."""
+    """Share of a device's dense bfloat16 peak that a model was trained at.
+
+    `share` is from 0 to 1. `parameters` is the size of that model, 0 if there was none; `source` is
+    text for the report.
+    """
 
     parameters: float
     share: float
@@ -25,7 +29,8 @@ class Utilization:
 class Device:
     """Device type, with figures of the maker's data sheet.
 
-    `peak` is in FLOP/s, `gib` the memory in GiB, `per_node` the number in a node.
+    `peak` is in FLOP/s, dense and in bfloat16, `gib` the memory in GiB, `per_node` the number in a
+    node. `name` is the maker's, for the report.
     """
 
     name: str
@@ -36,11 +41,18 @@ class Device:
 
     @property
     def memory(self) -> float:
-        """Return the bytes that tensors can take."""
+        """Return the bytes that a run can take, BASE_BYTES included.
+
+        They are the share USABLE_MEMORY of the device's memory.
+        """
         return USABLE_MEMORY * self.gib * GIB
 
     def utilization(self, parameters: int) -> Utilization:
-        """Return the utilization of the model nearest in size, or ASSUMED."""
+        """Return the utilization of the model nearest in size by ratio, or ASSUMED.
+
+        Args:
+            parameters: Parameters of a model, at least 1.
+        """
         return min(
             self.utilizations,
             key=lambda row: abs(math.log(row.parameters / parameters)),

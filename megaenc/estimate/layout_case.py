@@ -10,7 +10,10 @@ from megaenc.training.config import PretrainConfig
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """Layers and parameters of one pipeline stage."""
+    """Layers and parameters of one pipeline stage, counted from 0.
+
+    They are those of all its virtual stages.
+    """
 
     index: int
     layers: int
@@ -24,7 +27,11 @@ class PipelineStage:
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """Model and batch of a run in a parallel layout."""
+    """Model and batch of a run in a parallel layout.
+
+    `vocab_size` is without padding, `gpus` the number of all devices. `global_batch_size`, and
+    `micro_batch_size` of a data-parallel rank, are in packs of `seq_length` tokens.
+    """
 
     shape: ModelConfig
     vocab_size: int
@@ -132,7 +139,10 @@ class LayoutCase:
 
     @property
     def kv_size(self) -> int:
-        """Return the width of a token's keys, which is that of its values too."""
+        """Return the width of a token's keys, which is that of its values too.
+
+        It is not divided by tensor-parallel ranks.
+        """
         return self.shape.num_query_groups * self.shape.head_dim
 
     @property

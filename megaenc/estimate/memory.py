@@ -16,7 +16,10 @@ CHUNK_BYTES = 2**25  # as in megaenc.training.checkpoint.state_tensors
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of a rank of one pipeline stage, by term in bytes."""
+    """Peak memory of a rank of one pipeline stage, by term in bytes.
+
+    Terms of 0 bytes are left out.
+    """
 
     stage: PipelineStage
     terms: dict[str, float]
@@ -28,7 +31,7 @@ class RankMemory:
 
 
 def compute_max_memory(case: LayoutCase, works: list[ObjectiveWork]) -> RankMemory:
-    """Return the largest RankMemory of all pipeline stages and objectives."""
+    """Return the RankMemory with the largest total over stages and objectives."""
     memories = [
         compute_stage_memory(case, work, stage) for work in works for stage in case.build_stages()
     ]

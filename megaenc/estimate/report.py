@@ -22,7 +22,11 @@ _MAX_PHASES = 12
 
 @dataclasses.dataclass(frozen=True)
 class EstimateReport:
-    """Estimate of a run's layout and of a suggested layout, if there is one."""
+    """Estimate of a run's layout and of a suggested layout, if there is one.
+
+    `vocabulary` is text about the vocabulary. `is_searched` tells whether a layout was searched;
+    `suggestion` is None if not, or if no layout fits. `price` is that of a device hour.
+    """
 
     model: str
     vocabulary: str

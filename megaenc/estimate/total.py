@@ -55,7 +55,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of a step of one objective at the full batch size."""
+    """Cost of a step of one objective at the full batch size.
+
+    `predicted_share` is the fraction of the tokens whose logits are computed, from 0 to 1. `flops`
+    are those of all devices, both passes, without recomputation.
+    """
 
     objective: str
     predicted_share: float
@@ -65,7 +69,11 @@ class StepCost:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """Cost of one phase of the run, from its first to its last step."""
+    """Cost of one phase of the run, from its first to its last step.
+
+    Steps are counted from 1. `tokens` and `flops` are those of all devices; tokens that a step
+    reads in several passes count once.
+    """
 
     text: str
     first: int
@@ -77,7 +85,11 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and time of a run in one layout."""
+    """Memory and time of a run in one layout.
+
+    `memory` is that of the rank with the largest peak, under the objective that needs most; `fits`
+    tells whether the device has it.
+    """
 
     case: LayoutCase
     memory: RankMemory
@@ -115,6 +127,9 @@ def compute_step_seconds(case: LayoutCase, flops: float, speed: float) -> float:
     Ranks with the largest share of the batch are waited for, and the pipeline's idle time is
     included, but no communication. Full recomputation repeats the forward pass, a third of the
     work.
+
+    Args:
+        flops: FLOPs of the global batch, both passes, without recomputation.
     """
     share = case.largest_share * case.data_parallel_size / case.global_batch_size
     repeated = 4 / 3 if case.layout.recompute_granularity == "full" else 1.0
@@ -170,7 +185,8 @@ def find_simplest_layout(case: LayoutCase, workload: Workload, device: Device) -
     """Return the simplest layout that fits, None if none does.
 
     It has the fewest ranks of a replica, then the least recomputation, then the largest
-    micro-batch. Global batch size, model and number of devices stay.
+    micro-batch. Global batch size, model and number of devices stay. Layouts with virtual stages
+    are not tried, nor tensor parallelism across nodes.
     """
     for layouts in _list_candidates(case, device):
         for recompute in _RECOMPUTE:

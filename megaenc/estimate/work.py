@@ -84,7 +84,8 @@ class ObjectiveWork:
 class PhaseWork:
     """Work of one phase of the schedule, from its first to its last step.
 
-    `parts` has the average number of steps of each objective.
+    Steps are counted from 1. `parts` has the average number of steps of each objective, which add
+    up to the steps of the phase.
     """
 
     text: str
@@ -112,6 +113,11 @@ def build_schedule(config: PretrainConfig, vocab_size: int) -> Schedule:
 
 def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> list[PhaseWork]:
     """Return a run's phases with their average work, for a branch from --branch-at on.
+
+    Phases that end at or before --branch-at are left out.
+
+    Args:
+        vocab_size: Vocabulary without padding.
 
     Raises:
         InputError: The schedule is wrong.

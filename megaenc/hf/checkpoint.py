@@ -50,7 +50,10 @@ _MAX_EXPERTS = 1 << 15
 
 
 class TensorHeader(NamedTuple):
-    """File, dtype and shape of a tensor, from the header of its safetensors file."""
+    """File, dtype and shape of a tensor, from the header of its safetensors file.
+
+    The dtype is as safetensors names it, such as BF16.
+    """
 
     file: Path
     dtype: str
@@ -186,7 +189,7 @@ class TrainableHFCheckpoint(HFCheckpoint):
                 )
 
     def tensor(self, name: str) -> "Tensor":
-        """Read the weight `name` from its file.
+        """Read the weight `name` from its file, in its stored dtype.
 
         The file is closed again to free its pages.
 
@@ -200,7 +203,9 @@ class TrainableHFCheckpoint(HFCheckpoint):
         return tensor
 
     def iter_row_chunks(self, name: str, rows: int) -> "Iterator[Tensor]":
-        """Yield the weight `name` as tensors of `rows` rows; the last one may have fewer.
+        """Yield the weight `name`, in its stored dtype, as tensors of `rows` rows.
+
+        The last one may have fewer.
 
         Raises:
             InputError: A number is NaN or infinite.

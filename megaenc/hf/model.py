@@ -89,7 +89,7 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
 
 
 def register_neobert(model_type: Any) -> None:
-    """Register NeoBERT with transformers, which does not have it, if it is needed."""
+    """Register NeoBERT, which transformers lacks, if `model_type` is neobert."""
     if model_type == "neobert":
         import megaenc.hf.neobert_model  # noqa: F401
 
@@ -97,7 +97,7 @@ def register_neobert(model_type: Any) -> None:
 def find_model_class(architecture: str) -> Any:
     """Return the model class that config.json calls `architecture`, None if unknown.
 
-    It is transformers' or, for NeoBERT, our own.
+    It is transformers' or, for a name that begins with NeoBERT, our own.
     """
     import transformers
 
@@ -118,7 +118,8 @@ def find_base_class(config: Any) -> Any:
 def is_causal_decoder(config: Any) -> bool:
     """Return whether transformers' decoder of `config` is causal.
 
-    A field of config.json can make it bidirectional.
+    A field of config.json can make it bidirectional. For an encoder's config the result means
+    nothing.
     """
     if (
         hasattr(type(config), "use_bidirectional_attention")
@@ -213,14 +214,16 @@ def load_model(
 ) -> tuple[Any, dict[str, Any]]:
     """Load the weights of a folder into a model of class `kind`, in float32.
 
-    The model is in eval mode.
+    The model is in eval mode. Weights that are missing or left over are no error: the report lists
+    them.
 
     Args:
+        kind: Transformers' class.
         expected: Description of the model for errors.
         options: Options of the class.
 
     Returns:
-        The model, and transformers' report of the loading.
+        The model, and transformers' report of the loading (`missing_keys` and the like).
 
     Raises:
         InputError: Config or weights are of another model, weights are NaN or infinite, or, before

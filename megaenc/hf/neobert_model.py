@@ -183,7 +183,11 @@ class NeoBERT(NeoBERTPreTrainedModel):
         """Return the states after the last norm, [B, S, H].
 
         Args:
-            attention_mask: 1 for tokens of the text, or added to scores.
+            input_ids: int64[B, S], unused if `inputs_embeds` are given.
+            attention_mask: 1 for tokens of the text and 0 for padding, or added to scores; None:
+                all are text.
+            position_ids: Positions of the tokens; None: 0, 1, ...
+            inputs_embeds: [B, S, H] instead of the embedding's rows.
         """
         x = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:

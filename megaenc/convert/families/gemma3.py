@@ -104,7 +104,10 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the other fields of a Gemma 3 config.json; the inverse of `read_fields`."""
+    """Return the fields of a Gemma 3 config.json that `FIELDS` lacks.
+
+    It is the inverse of `read_fields`; `tokenizer` is unused.
+    """
     # Unused without local layers, but transformers requires it.
     window = model.window_size or model.hidden_size
     is_bidirectional = attention == Attention.BIDIRECTIONAL

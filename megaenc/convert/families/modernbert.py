@@ -171,7 +171,11 @@ def read_layer_types(
 
 
 def read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
-    """Return the base period in `rope_parameters` of layers of `kind`.
+    """Return the base period of the rotary positions in layers of one kind.
+
+    Args:
+        rope: Entry of `rope_parameters` for the kind.
+        kind: FULL or LOCAL, for errors.
 
     Raises:
         InputError: The positions are scaled, or the base is no positive number.
@@ -183,10 +187,13 @@ def read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
 
 
 def read_tokens(value: Any, field: str, file: str) -> int:
-    """Return the tokens of a window in config.json.
+    """Return `value`, the number of tokens of a window in config.json.
+
+    Args:
+        field: Field in backticks, for errors.
 
     Raises:
-        InputError: They are fewer than two; the message names `file` and `field`.
+        InputError: It is no integer of 2 or more; the message names `file` and `field`.
     """
     if not isinstance(value, int) or value < 2:
         raise InputError(

@@ -97,9 +97,9 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the other fields of a NeoBERT config.json; the inverse of `read_fields`.
+    """Return the fields of a NeoBERT config.json that `FIELDS` lacks.
 
-    They depend only on `model`.
+    It is the inverse of `read_fields`; `tokenizer` and `attention` are unused.
     """
     return {
         "intermediate_size": model.ffn_hidden_size * 3 // 2,

@@ -69,7 +69,7 @@ class MergeSource:
     def history(self) -> tuple[Ancestor, ...]:
         """Return the runs and models that the weights come from, the oldest first.
 
-        This run is the last.
+        This run is the last, unless no run has trained its weights.
         """
         run = self.run
         settings = self.run.settings
@@ -88,7 +88,8 @@ class MergeSource:
         """Return the entry for run.json.
 
         Args:
-            state: Content of state.json.
+            state: Content of the checkpoint's state.json.
+            weight: See `MergedCheckpoint`.
         """
         identity = identity_digest(self.run.identity)
         return MergedCheckpoint(
@@ -108,20 +109,24 @@ def merge(
 ) -> MergeRecord:
     """Merge the checkpoints `load` and write the result as run folder `output`.
 
-    Float32 master weights are merged if a checkpoint has them.
+    Float32 master weights are merged if a checkpoint has them. A single process calls it, without a
+    process group.
 
     Args:
-        load: Checkpoints as RUN, RUN@STEP or RUN@STEP,STEP.
-        weights: One for each checkpoint (linear), or the position between two (slerp).
-        base: Checkpoint from which all others were trained (ties).
-        density: Fraction of the changes that is merged (ties).
+        load: Checkpoints as RUN (its newest), RUN@STEP or RUN@STEP,STEP.
+        method: linear, slerp (of two checkpoints) or ties.
+        weights: One for each checkpoint (linear; default: equal ones), or the position between
+            two, from 0 to 1 (slerp; default: 0.5).
+        base: Checkpoint from which all others were trained (ties), as RUN or RUN@STEP.
+        density: Fraction of each checkpoint's changes, the largest ones, that is merged (ties).
         dtype: Dtype of the result: bf16, fp32, or source: bf16 if all checkpoints have it.
 
     Returns:
         The record of the merge, as in run.json.
 
     Raises:
-        InputError: The checkpoints do not fit each other or one is damaged; no folder is left.
+        InputError: An option does not fit the method, the checkpoints do not fit each other or one
+            is damaged; no folder is left.
     """
     refuse_existing(output, "--output")
     sources = [source for text in load for source in _open_sources(text, "--load")]

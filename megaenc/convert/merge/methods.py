@@ -29,7 +29,8 @@ class MergedCheckpoint:
         step: Step of the checkpoint.
         identity: Digest of the run's identity.
         sha256: Digest of the checkpoint's state.json.
-        weight: Its weight in the average; None with TIES.
+        weight: Its weight in the average, which is divided by the sum of all; None with TIES and
+            for its base.
     """
 
     run: str
@@ -61,8 +62,11 @@ class MergeRecord:
     def parse(cls, values: dict[str, Any]) -> Self:
         """Return the record of `values`, the field `merge` of a run.json.
 
+        Types of values are not checked.
+
         Raises:
-            TypeError: A field is unknown or missing.
+            KeyError: `checkpoints` or `base` is missing.
+            TypeError: Another field is unknown or missing.
         """
         parts = tuple(MergedCheckpoint(**part) for part in values["checkpoints"])
         base = values["base"] and MergedCheckpoint(**values["base"])
@@ -95,6 +99,7 @@ def merge_slerp(tensors: Sequence[Tensor], t: float) -> Tensor:
     zero.
 
     Args:
+        tensors: Two tensors.
         t: Position between the first tensor (0) and the second (1).
     """
     dots = np.zeros(3)  # of (a, a), (b, b), (a, b)
@@ -151,7 +156,7 @@ def magnitudes(base: Tensor, tensor: Tensor) -> np.ndarray:
 def trim_threshold(values: np.ndarray, density: float) -> float:
     """Return the magnitude that the largest values reach, a fraction `density` of all.
 
-    Equal values all reach it. `values` are reordered in place.
+    At least one value reaches it, and equal values all do. `values` are reordered in place.
     """
     index = len(values) - max(1, round(density * len(values)))
     values.partition(index)
