@@ -88,7 +88,8 @@ def compute_save_cost(case: LayoutCase, devices_per_node: int) -> SaveCost:
         * per_parameter
         / case.data_parallel_size
     )
-    total = case.shape.parameter_count(case.vocab_rows) * per_parameter
+    rows = case.vocab_rows * case.tensor_parallel_size
+    total = case.shape.parameter_count(rows) * per_parameter
     return SaveCost(total, ranks, ranks * float(CHUNK_BYTES), ranks * share)
 
 

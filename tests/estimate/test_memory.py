@@ -68,6 +68,7 @@ def test_a_save_by_hand():
     )
     stages = compute_save_cost(case(gpus=2, pipeline_model_parallel_size=2), 8)
     assert (stages.total, stages.asynchronous) == (complete, 2 * 14 * (10_816 + 32 + 32_768))
+    assert compute_save_cost(case(gpus=2, tensor_model_parallel_size=2), 8).total == complete
 
 
 @pytest.mark.parametrize(
