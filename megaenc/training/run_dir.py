@@ -174,7 +174,7 @@ class RunDir:
     def append_row(self, file: str, row: dict[str, Any]) -> None:
         """Append a row as a JSON line to the metrics file `file`.
 
-        NaN and infinity are written as null, except in nested dictionaries.
+        NaN and infinity are written as null.
 
         Args:
             file: Name of the file in the directory, such as METRICS_FILE.
@@ -182,14 +182,11 @@ class RunDir:
         Raises:
             LocalInputError: The file cannot be written, or the lock is lost.
         """
-        row = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in row.items()
-        }
+        line = json.dumps(_replace_nonfinite(row), allow_nan=False) + "\n"
         with convert_write_errors(self.path / file, kind=LocalInputError):
             self.lock.check()
             with open(self.path / file, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(row) + "\n")
+                stream.write(line)
 
     def sync(self) -> None:
         """Flush all metrics files to the disk (fsync), before a checkpoint is saved.
@@ -301,3 +298,12 @@ def describe_difference(
                 texts.append(f"{truncate_text(text, 60)} {place}")
             return f"{name} is {', '.join(texts)}"
     return None
+
+
+def _replace_nonfinite(value: Any) -> Any:
+    """Return a JSON value with None in place of NaN and infinity, also in what it contains."""
+    if isinstance(value, dict):
+        return {name: _replace_nonfinite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

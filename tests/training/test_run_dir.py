@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import threading
 
@@ -67,6 +68,13 @@ def test_rows_are_no_pipe(tmp_path):
     os.mkfifo(tmp_path / METRICS_FILE)
     with pytest.raises(InputError, match=r"metrics\.jsonl: not a regular file"):
         opened(tmp_path).drop_rows_after(3)
+
+
+def test_numbers_that_json_lacks_are_null(tmp_path):
+    nested = {"step": 1, "loss": math.nan, "objectives": {"mlm": {"loss": math.inf, "by": [1.5]}}}
+    opened(tmp_path).append_row(METRICS_FILE, nested)
+    row = json.loads((tmp_path / METRICS_FILE).read_text())
+    assert row == {"step": 1, "loss": None, "objectives": {"mlm": {"loss": None, "by": [1.5]}}}
 
 
 def test_nothing_is_written_once_the_lock_is_another_file(tmp_path):
