@@ -18,6 +18,8 @@ from megaenc.viz.run_metrics import (
     read_validations,
 )
 
+_CHECKPOINT_NAME = re.compile(r"(?P<run>.+)-(?P<step>\d+)(?P<seed>(-seed\d+)?)")
+"""Name of an intermediate checkpoint: the run's own step stands before the seed."""
 _OBJECTIVE_OF_PHASE = re.compile(r"[a-z][a-z0-9_]*(?=[(:,+]|$)")
 
 
@@ -123,10 +125,12 @@ def flops_by_model(
     """
     flops = {}
     for name, model_key in model_keys.items():
-        step = None if name in runs else model_key.steps
-        # without the step in the name of a checkpoint; the seed at the end stays
-        run_name = re.sub(rf"-{model_key.steps}(?=(-seed\d+)?$)", "", name)
-        run = runs.get(name) or runs.get(run_name)
+        step = None
+        run = runs.get(name)
+        checkpoint = _CHECKPOINT_NAME.fullmatch(name)
+        if run is None and checkpoint:
+            run = runs.get(checkpoint["run"] + checkpoint["seed"])
+            step = int(checkpoint["step"])
         while (
             run is not None
             and step is not None

@@ -41,6 +41,9 @@ def test_operations_include_what_came_before(runs):
     assert len(found) == len(settings())
     early = parse_model_name("mini-clm-300-50")  # before the branch it is its parent's
     assert flops_by_model(runs, {"mini-clm-75-mlm40-300-50": early}) == {early: 50e15}
+    key = parse_model_name("mini-clm-dec300-mlm40-450")
+    spent = flops_by_model(runs, {"mini-clm-dec300-mlm40-450-50": key})
+    assert spent == {key: (300 + 50) * 1e15}, "the step of a checkpoint is the run's own"
     # No row says
     assert flops_by_model(runs, {"mini-clm-300-7": parse_model_name("mini-clm-300-7")}) == {}
 
