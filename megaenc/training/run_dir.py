@@ -301,7 +301,7 @@ def describe_difference(
 
 
 def _replace_nonfinite(value: Any) -> Any:
-    """Return a JSON value with None in place of NaN and infinity, also in what it contains."""
+    """Return a JSON value with None in place of NaN and infinity, at any depth."""
     if isinstance(value, dict):
         return {name: _replace_nonfinite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
