@@ -45,7 +45,7 @@ def ends(shared_folder, request) -> dict[str, Ended]:
     asked = [
         item.callspec.params["line"]
         for item in request.session.items
-        if "ends" in item.fixturenames
+        if item.path == request.path and "ends" in item.fixturenames
     ]
 
     def make(place: Path) -> None:

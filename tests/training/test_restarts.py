@@ -97,7 +97,7 @@ def test_a_wrong_input_is_said_once_and_not_tried_again(small_corpus, tmp_path):
         expect=1,
     )
     assert [line for line in result.stderr.splitlines() if line.startswith("error:")] == [
-        "error: --lr: found -1.0, expected a number above 0"
+        "error: --lr: found -1.0, expected more than 0"
     ]
 
 
