@@ -56,6 +56,8 @@ def test_a_bias_that_eurobert_has_not_is_named(small_corpus, tmp_path, refusal):
         f"of up to {size}; expected --as neobert" in line
     )
     assert not Path("no").exists()
+    encoder = hf_models.to_hf(core, "encoder", "--as", "eurobert", "--encoder-only")
+    assert not any("decoder" in name for name in hf_models.weights(encoder))
 
 
 def test_parameters_are_counted():

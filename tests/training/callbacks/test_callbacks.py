@@ -126,6 +126,23 @@ def test_a_callback_ends_a_run_that_is_otherwise_the_same(
     assert runs.metrics(tmp_path / "stopped")[-1]["loss"] == complete[-1]["loss"]
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("how", "code", "line"),
+    [
+        ("stop", 0, "step 3 of 20: "),
+        ("fail", 1, "error: rank 1: found no disk"),
+    ],
+)
+def test_what_a_callback_asks_on_one_rank_counts_for_all(how, code, line, short_run, tmp_path):
+    """The other rank neither trains on nor waits for the time-out."""
+    script = runs.WORKERS / "callback_on_one_rank.py"
+    flags = [how, *short_run, "--save", str(tmp_path / "run")]
+    ended = runs.script(script, flags, processes=2, expect=code, timeout=120)
+    assert line in ended.stdout + ended.stderr
+    assert runs.metrics(tmp_path / "run")[-1]["step"] == 3
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
