@@ -189,13 +189,14 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
             words = []
             tags = []
             for at, part in enumerate(_MARKED_CODE.split(sentence)):  # odd parts are code
-                inside = _WORD.findall(part if at % 2 else corpus_demo.strip_markup(part))
-                kind = "PARAM" if part in parameters else "CODE"
+                if at % 2:
+                    kind = "PARAM" if part in parameters else "CODE"
+                    inside = _WORD.findall(part)
+                    tags += [f"{'I' if later else 'B'}-{kind}" for later in range(len(inside))]
+                else:
+                    inside = _WORD.findall(corpus_demo.strip_markup(part))
+                    tags += ["O"] * len(inside)
                 words += inside
-                tags += [
-                    f"{'I' if later else 'B'}-{kind}" if at % 2 else "O"
-                    for later in range(len(inside))
-                ]
             if (
                 "B-PARAM" in tags
                 and 6 <= len(words) <= 50

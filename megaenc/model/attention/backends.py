@@ -240,9 +240,9 @@ def load_flash_kernel(device: torch.device) -> Kernel:
 
     def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window):
         # The default window hides nothing: (-1, -1), in version 4 (None, None).
-        mask = {"causal": causal} | (
-            {} if window < 0 else {"window_size": (window, 0 if causal else window)}
-        )
+        mask = {"causal": causal}
+        if window >= 0:
+            mask["window_size"] = (window, 0 if causal else window)
         lengths = {
             "cu_seqlens_q": cu_q,
             "cu_seqlens_k": cu_k,

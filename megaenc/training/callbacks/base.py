@@ -23,10 +23,7 @@ class StepReport:
     seconds: float
     """Wall-clock time of this rank."""
     progress: dict[str, Any]
-    """Tokens, FLOPs and other counts of the run up to this step (PROGRESS_FIELDS).
-
-    It is the trainer's dictionary, which the next step changes: copy it to keep it.
-    """
+    """Tokens, FLOPs and other counts of the run up to this step (PROGRESS_FIELDS)."""
     deviations: float | None
     """Robust standard deviations of the loss above recent ones; None if they are too few."""
     is_spike: bool
@@ -104,9 +101,8 @@ def parse_callbacks(
 ) -> list[tuple[type[Callback], dict[str, Any]]]:
     """Return class and options of each callback of --callbacks, in their order.
 
-    Options are without `name`. Their values are not checked.
-
-    Options whose parameters are annotated as bool, int, float or str are converted to these types.
+    Options are without `name`. Those whose parameters are annotated as bool, int, float or str are
+    converted to these types; others are as YAML has them.
 
     Raises:
         InputError: A text is no mapping with a name, a callback is unknown, or its class does not
