@@ -26,7 +26,7 @@ help:
 	@echo "make quickstart   train, export and try an encoder in $(DEMO)/; repeat the command to resume"
 	@echo "make install      create the virtual environment $(VENV) with this package and its tools"
 	@echo "make test         run the tests that are not marked slow or system (6 minutes on two cores)"
-	@echo "make test-all     run all tests, as .ci/run does (20 minutes on two cores)"
+	@echo "make test-all     run all tests, as .ci/run does (25 minutes on two cores)"
 	@echo "make smoke        run a short training, resume, export and fine-tuning (1 minute)"
 	@echo "make test-changed run tests that are not slow and reach what changed since SINCE=$(SINCE), a revision"
 	@echo "make test-failed  run the tests that failed last time, one at a time"
