@@ -100,7 +100,7 @@ smoke: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest tests/smoke
 
 # DOCS="docs/a.md docs/b.md": only these documents; LIST=1: only list commands that are skipped or replaced;
-# KEEP=folder: work in this folder and skip the commands that passed there before.
+# KEEP=directory: work in this directory and skip the commands that passed there before.
 DOCS ?=
 LIST ?=
 KEEP ?=

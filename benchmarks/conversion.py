@@ -1,4 +1,4 @@
-"""Measure memory and time of converting presets from and to Hugging Face folders.
+"""Measure memory and time of converting presets from and to Hugging Face.
 
     python benchmarks/conversion.py --model 1b --output conversion.json
 
@@ -41,12 +41,12 @@ class ConversionBenchConfig:
     """dtype of the weights"""
     threads: int = 2
     """threads of a conversion"""
-    folder: str = ""
+    directory: str = ""
     """working directory (default: the system's directory for temporary files)"""
 
 
-def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
-    """Write a Hugging Face EuroBERT folder with random weights, one shard per layer.
+def write_source(directory: Path, name: str, vocab_size: int, dtype: str) -> None:
+    """Write a Hugging Face EuroBERT with random weights, one shard per layer.
 
     `name` is a preset, or `none` for a tiny model.
     """
@@ -62,9 +62,9 @@ def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
 
     model = get_preset(name) if name != "none" else ModelConfig(1, 8, 8, 2, 2)
     model = dataclasses.replace(model, vocab_size=vocab_size)
-    folder.mkdir(parents=True)
+    directory.mkdir(parents=True)
     tokenizer = train_tokenizer(["a few words for a tokenizer of hardly more than bytes"], 300)
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(directory)
     family = FAMILIES["eurobert"]
     config = build_export_config(
         family,
@@ -75,7 +75,7 @@ def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
         tokenizer=tokenizer,
         dtype=DTYPES[dtype],
     )
-    config.save_pretrained(folder)
+    config.save_pretrained(directory)
     shards: dict[str, dict[str, torch.Tensor]] = {}
     for name, shape in read_hf_shapes(config, family).items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else name
@@ -83,10 +83,10 @@ def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
     for file, shapes in shards.items():
         save_file(
             {name: (0.02 * torch.randn(shape)).to(DTYPES[dtype]) for name, shape in shapes.items()},
-            folder / file,
+            directory / file,
         )
     index = {name: file for file, shapes in shards.items() for name in shapes}
-    (folder / "model.safetensors.index.json").write_text(
+    (directory / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": index})
     )
 
@@ -103,8 +103,8 @@ def run_in_new_process(function: Callable, *arguments) -> None:
         raise SystemExit(f"{function.__name__} ended with {process.exitcode}")
 
 
-def measure_conversion(folder: Path, direction: str, threads: int) -> dict[str, float]:
-    """Run a conversion in `folder` and return its peak resident bytes and seconds."""
+def measure_conversion(directory: Path, direction: str, threads: int) -> dict[str, float]:
+    """Run a conversion in `directory` and return its peak resident bytes and seconds."""
     command = [sys.executable, "-P", "-m", "megaenc", "convert", direction, *DIRECTIONS[direction]]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
@@ -112,7 +112,7 @@ def measure_conversion(folder: Path, direction: str, threads: int) -> dict[str, 
         "PYTHONPATH": str(ROOT),
     }
     began = time.monotonic()
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=directory, env=environment, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -161,7 +161,7 @@ def main() -> None:
 
     silence_libraries()
     settings = flags.parse(ConversionBenchConfig, None, prog="conversion.py", description=__doc__)
-    with tempfile.TemporaryDirectory(dir=settings.folder or None) as work:
+    with tempfile.TemporaryDirectory(dir=settings.directory or None) as work:
         result = measure_all(settings, Path(work))
     common.write_report(settings.output, result)
 

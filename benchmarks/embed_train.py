@@ -35,7 +35,7 @@ class EmbedTrainBenchConfig:
     """Flags of the benchmark of contrastive training."""
 
     model: str = ""
-    """Hugging Face or sentence-transformers folder"""
+    """Hugging Face or sentence-transformers directory"""
     pairs: tuple[str, ...] = ()
     """training pairs, as `megaenc embed train --data` reads them"""
     output: str = "embed_train.json"

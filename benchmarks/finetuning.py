@@ -4,8 +4,8 @@
 
 transformers' Trainer has the study's settings: it pads batches of 4 texts, accumulates 8 gradients
 and runs once at a time with all threads. Times include startup, imports and evaluation of all runs;
-the order alternates between rounds. Text classification with local folders of model and data. The
-Trainer needs `pip install accelerate`.
+the order alternates between rounds. Text classification with local directories of model and data.
+The Trainer needs `pip install accelerate`.
 """
 
 import json
@@ -27,9 +27,9 @@ class FinetuneBenchConfig:
     """Flags of the fine-tuning benchmark."""
 
     model: str
-    """Hugging Face folder of an encoder with its tokenizer"""
+    """Hugging Face directory of an encoder with its tokenizer"""
     dataset: str
-    """folder of a text classification data set with train, valid and test as JSON lines"""
+    """directory of a text classification data set with train, valid and test as JSON lines"""
     output: str = "finetuning.json"
     """JSON file for the results"""
     max_steps: int = 100
@@ -62,9 +62,9 @@ def train_with_trainer(settings: dict[str, Any], seed: int) -> dict[str, float]:
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    folder = Path(settings["dataset"])
+    directory = Path(settings["dataset"])
     files = {
-        split: str(next(folder.glob(f"{split}.jsonl*"))) for split in ("train", "valid", "test")
+        split: str(next(directory.glob(f"{split}.jsonl*"))) for split in ("train", "valid", "test")
     }
     data = load_dataset("json", data_files=files)
 
@@ -187,9 +187,9 @@ def measure_all(settings: FinetuneBenchConfig, work: Path) -> dict[str, Any]:
     scores: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(settings.rounds):
         for name in list(sides)[:: 1 if round_ % 2 == 0 else -1]:
-            folder = work / f"{name}{round_}"
-            folder.mkdir()
-            elapsed, scores[name] = sides[name](settings, folder)
+            directory = work / f"{name}{round_}"
+            directory.mkdir()
+            elapsed, scores[name] = sides[name](settings, directory)
             seconds[name].append(elapsed)
             print(
                 f"{name}: {settings.seeds} runs in {elapsed:.0f} s, accuracy "

@@ -9,7 +9,7 @@ of 12 to 2,048 tokens in micro-batches that fill the memory; where the time of a
 often the host waits for the device. peer: transformers and megaenc on the same documents, 610m
 under MLM.
 
-Each figure is printed and written to the output folder as soon as it is measured: results.jsonl
+Each figure is printed and written to the output directory as soon as it is measured: results.jsonl
 holds all values, results.txt the printed lines, libraries.log what libraries print. --seconds is
 the time that is measured: starting and compiling do not count.
 """
@@ -91,7 +91,7 @@ class GpuBenchConfig:
     """Flags of `benchmarks/gpu.sh`: output, device, parts, time, models and kernels."""
 
     output: str = "gpu"
-    """folder for results.jsonl, results.txt and libraries.log; results are added to those of an
+    """directory for results.jsonl, results.txt and libraries.log; results are added to those of an
     earlier call"""
     device: Literal["auto", "cpu"] = "auto"
     """auto: the first accelerator; cpu: this machine's CPU"""
@@ -184,10 +184,10 @@ SMALL = BenchPreset(
 class Job:
     """What a part needs to know in its own process."""
 
-    folder: str
-    """Folder of the results."""
+    directory: str
+    """Directory of the results."""
     scratch: str
-    """Folder of files that parts leave for each other."""
+    """Directory of files that parts leave for each other."""
     small: bool
     kernels: dict[str, Any]
     """Fields of KernelConfig that differ from the defaults."""
@@ -205,9 +205,9 @@ class Job:
 
     def report(self, line: str, kind: str, **values: Any) -> None:
         """Print a line, and add it and its values to the results."""
-        with open(Path(self.folder, "results.jsonl"), "a", encoding="utf-8") as file:
+        with open(Path(self.directory, "results.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, **values}) + "\n")
-        with open(Path(self.folder, "results.txt"), "a", encoding="utf-8") as file:
+        with open(Path(self.directory, "results.txt"), "a", encoding="utf-8") as file:
             file.write(line + "\n")
         print(line, flush=True)
 
@@ -1017,7 +1017,7 @@ def run_part(arguments: tuple[Callable[[Job], Any], Job]) -> Any:
     The output of libraries goes to the log.
     """
     part, job = arguments
-    log = os.open(Path(job.folder, "libraries.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(Path(job.directory, "libraries.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stderr.fileno())
     with capture_messages(lambda message: job.report(f"  {message}", "message", text=message)):
         try:

@@ -152,8 +152,8 @@ def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
             f"--packings {' '.join(unknown) or '(none)'}: expected some of {', '.join(PACKINGS)}"
         )
     check_output_file(Path(config.output), "--output")
-    with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
-        prefixes = _write_corpora(config, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as directory:
+        prefixes = _write_corpora(config, Path(directory))
         measures = {
             "index": ("index", 1),
             "index_together": ("index", config.processes),
@@ -186,9 +186,9 @@ def measure_loader(config: LoaderBenchConfig) -> dict[str, Any]:
     return {"settings": asdict(config), "machine": common.describe_machine(), **spreads}
 
 
-def _write_corpora(config: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
+def _write_corpora(config: LoaderBenchConfig, directory: Path) -> dict[str, Path]:
     """Write the corpora of both measurements and return their prefixes by measurement."""
-    prefixes = {name: folder / name for name in MEASURES}
+    prefixes = {name: directory / name for name in MEASURES}
     write_index(prefixes["index"], config.documents, config.mean_length)
     lengths = draw_lengths(max(1, config.tokens // config.mean_length), config.mean_length)
     counts = -(-lengths // _SENTENCE_LENGTH)

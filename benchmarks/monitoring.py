@@ -33,13 +33,13 @@ RUN = [
 ]
 RUN += ["--log-interval", "1", "--no-bf16"]
 
-# Flags of each arm; the first is the baseline. FOLDER stands for a temporary directory, HALF for
+# Flags of each arm; the first is the baseline. DIRECTORY stands for a temporary directory, HALF for
 # half of the steps, so that one save is among the timed steps.
 MONITORING = [
     "--save",
-    "FOLDER",
+    "DIRECTORY",
     "--tensorboard-dir",
-    "FOLDER/events",
+    "DIRECTORY/events",
     "--wandb-project",
     "benchmark",
 ]
@@ -87,12 +87,14 @@ class TimedRun:
 
 def run_timed(settings: MonitoringBenchConfig, arm: str) -> TimedRun:
     """Run one arm and return its times."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = {"FOLDER": f"{folder}/run", "HALF": str(settings.steps // 2)}
-        run_flags = [words.get(flag, flag.replace("FOLDER", words["FOLDER"])) for flag in ARMS[arm]]
+    with tempfile.TemporaryDirectory() as directory:
+        words = {"DIRECTORY": f"{directory}/run", "HALF": str(settings.steps // 2)}
+        run_flags = [
+            words.get(flag, flag.replace("DIRECTORY", words["DIRECTORY"])) for flag in ARMS[arm]
+        ]
         if settings.data_path:
             run_flags += ["--data-path", settings.data_path, "--tokenizer", settings.tokenizer]
-        times = Path(folder) / "times.json"
+        times = Path(directory) / "times.json"
         command = [
             sys.executable,
             __file__,

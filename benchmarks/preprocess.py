@@ -85,8 +85,8 @@ def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
     common.check_positive(config, "rounds", "workers", "megabytes")
     check_process_count("--workers", config.workers)
     check_output_file(Path(config.output), "--output", inputs=config.input)
-    with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
-        text, tokenizer = _prepare_inputs(config, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as directory:
+        text, tokenizer = _prepare_inputs(config, Path(directory))
         turns: dict[str, list[dict[str, Any]]] = {backend: [] for backend in BACKENDS}
         with ProgressLine("comparing ids", len(BACKENDS) * (config.rounds + 1)) as progress:
             for turn in range(config.rounds + 1):
@@ -106,7 +106,7 @@ def measure_tokenization(config: DataBenchConfig) -> dict[str, Any]:
         }
 
 
-def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
+def _prepare_inputs(config: DataBenchConfig, directory: Path) -> tuple[Path, str]:
     """Write the JSONL file that all backends read; return its path and a tokenizer's.
 
     Without --input or --tokenizer they are made.
@@ -115,7 +115,7 @@ def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
     if not inputs:
         from megaenc.data.demo import build_demo_corpus
 
-        inputs = (str(build_demo_corpus(folder / "demo").corpus),)
+        inputs = (str(build_demo_corpus(directory / "demo").corpus),)
     resolved = resolve.resolve_inputs(resolve.InputConfig(inputs), [config.json_key])
     documents = []
     size = 0
@@ -137,7 +137,7 @@ def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
         )
     generator = random.Random(0)
     size = 0
-    path = folder / "text.jsonl"
+    path = directory / "text.jsonl"
     with open(path, "wb") as stream:
         while size < limit:
             for document in documents:
@@ -152,12 +152,12 @@ def _prepare_inputs(config: DataBenchConfig, folder: Path) -> tuple[Path, str]:
     train_and_save_tokenizer(
         TrainTokenizerConfig(
             input=inputs,
-            output=str(folder / "tokenizer"),
+            output=str(directory / "tokenizer"),
             vocab_size=8192,
             json_key=config.json_key,
         )
     )
-    return path, str(folder / "tokenizer")
+    return path, str(directory / "tokenizer")
 
 
 def _run_turn(backend: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
@@ -247,8 +247,8 @@ def format_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """Return the function to time, which preprocesses `text` into files in `folder`.
+def prepare_megaenc(text: str, tokenizer: str, workers: int, directory: str) -> Work:
+    """Return the function to time, which preprocesses `text` into `directory`.
 
     The function returns a getter of ids and lengths.
     """
@@ -256,7 +256,7 @@ def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Wor
     from megaenc.data.indexed.metadata import read_corpus_metadata
     from megaenc.data.preprocess.command import PreprocessConfig, prepare_job, run_job
 
-    job = prepare_job(PreprocessConfig((text,), f"{folder}/out", tokenizer, workers=workers))
+    job = prepare_job(PreprocessConfig((text,), f"{directory}/out", tokenizer, workers=workers))
 
     def work() -> Callable[[], Ids]:
         (prefix,) = run_job(job)
@@ -272,7 +272,7 @@ def prepare_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Wor
     return work
 
 
-def prepare_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> Work:
+def prepare_gigatoken(text: str, tokenizer: str, workers: int, directory: str) -> Work:
     """Return the function to time, which encodes the JSONL file `text` by gigatoken.
 
     The function returns a getter of ids and lengths.
@@ -298,7 +298,7 @@ def prepare_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> W
 
 
 def _prepare_encode_batch(
-    method: str, text: str, tokenizer: str, workers: int, folder: str
+    method: str, text: str, tokenizer: str, workers: int, directory: str
 ) -> Work:
     """Return the function to time, a loop over a batch method of HF tokenizers.
 
@@ -325,13 +325,13 @@ def _prepare_encode_batch(
     return work
 
 
-def prepare_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Work:
+def prepare_datasets_map(text: str, tokenizer: str, workers: int, directory: str) -> Work:
     """Return the function to time, which encodes `text` by datasets' batched `map`.
 
     The function returns a getter of ids and lengths.
     """
     os.environ |= {
-        "HF_DATASETS_CACHE": f"{folder}/cache",
+        "HF_DATASETS_CACHE": f"{directory}/cache",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers > 1 else "true"
@@ -354,7 +354,7 @@ def prepare_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -
             return {"ids": encoded["input_ids"]}
 
         data = datasets.load_dataset(
-            "json", data_files=text, split="train", cache_dir=f"{folder}/cache"
+            "json", data_files=text, split="train", cache_dir=f"{directory}/cache"
         )
         mapped = data.map(
             encode,
@@ -421,8 +421,8 @@ def run_backend(arguments: tuple[str, str, str, int]) -> dict[str, Any]:
     os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
     name, text, tokenizer, workers = arguments
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=Path(text).parent) as folder:
-        work = BACKENDS[name](text, tokenizer, workers, folder)
+    with tempfile.TemporaryDirectory(dir=Path(text).parent) as directory:
+        work = BACKENDS[name](text, tokenizer, workers, directory)
         with _watch_peak_memory(results):
             start = time.perf_counter()
             cpu_start = _cpu_seconds()

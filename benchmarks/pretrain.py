@@ -216,8 +216,8 @@ def measure_pretraining(config: PretrainBenchConfig) -> dict[str, Any]:
     if config.output:
         check_output_file(Path(config.output), "--output")
     rates: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        weights = f"{folder}/weights.safetensors"
+    with tempfile.TemporaryDirectory() as directory:
+        weights = f"{directory}/weights.safetensors"
         job = config.build_job(weights)
         run_turn(work.write_weights, job)
         kernel = find_fastest_attention(job)

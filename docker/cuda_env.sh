@@ -21,7 +21,7 @@ megaenc_default PYTORCH_ALLOC_CONF expandable_segments:True
 megaenc_default TORCH_NCCL_HIGH_PRIORITY 1
 # What NCCL finds wrong is said, and nothing else; INFO says which network it has found too.
 megaenc_default NCCL_DEBUG WARN
-# Kernels are compiled once a node, on its own disk: a home folder on the network would be written by all processes at once.
+# Kernels are compiled once a node, on its own disk: a home directory on the network would be written by all processes at once.
 megaenc_default TRITON_CACHE_DIR "${TMPDIR:-/tmp}/triton-$(id -u)"
 
 unset -f megaenc_default

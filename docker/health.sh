@@ -23,9 +23,9 @@ esac
 # Python finds megaenc as the one that runs this script has it installed.
 processes=${NPROC:-$(python3 -P -c 'import torch; print(max(1, torch.cuda.device_count()))')}
 
-folder=$(mktemp -d)
-trap 'rm -rf "$folder"' EXIT
-cd "$folder"
+directory=$(mktemp -d)
+trap 'rm -rf "$directory"' EXIT
+cd "$directory"
 { # one after the other by &&: within { } || the shell goes on after a failure, whatever set -e says
   cp "$source/LICENSE" text.txt &&
   megaenc tokenizer --input text.txt --vocab-size 400 --output tokenizer &&

@@ -37,7 +37,7 @@ megaenc_default NCCL_P2P_NET_CHUNKSIZE 524288
 # RCCL's own algorithms rather than MSCCL's: steadier.
 megaenc_default RCCL_MSCCL_ENABLE 0
 
-# Kernels are compiled once a node, on its own disk: a home folder on the network would be written by all processes at once.
+# Kernels are compiled once a node, on its own disk: a home directory on the network would be written by all processes at once.
 megaenc_default TRITON_CACHE_DIR "${TMPDIR:-/tmp}/triton-$(id -u)"
 
 # Nothing of NVTE_*_ATTN, which AMD's launchers set: they are about Transformer Engine's attention, which is not used, and are of no

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, and file locks.
+"""Atomic writes of files and directories, and file locks.
 
 A write goes to a temporary name, which is synced to disk and renamed. A lock ends with its process.
 """
@@ -43,11 +43,11 @@ def atomic_files(
 ) -> Iterator[list[Path]]:
     """Write `paths` together, under temporary paths that are renamed after the block.
 
-    Yields a temporary path for each, next to it in its existing folder; the block must create all.
-    After the block they are synced to disk and renamed in order, or removed on an error. New files
-    appear together or not at all, but for a kill between two renames: the last path marks the set
-    as complete. Each existing file is replaced by itself, so a set of them may be left half old and
-    half new.
+    Yields a temporary path for each, next to it in its existing directory; the block must create
+    all. After the block they are synced to disk and renamed in order, or removed on an error. New
+    files appear together or not at all, but for a kill between two renames: the last path marks the
+    set as complete. Each existing file is replaced by itself, so a set of them may be left half old
+    and half new.
 
     Args:
         paths: Files to write, at least one.
@@ -94,9 +94,9 @@ def _rename_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
 
 
 def find_stale_temp_files(*paths: Path) -> list[Path]:
-    """Return, sorted, the temporary files and folders for `paths` of one folder.
+    """Return, sorted, the temporary files for `paths`, all of one directory.
 
-    Those of live writers are among them. Empty if the folder is unreadable.
+    Those of live writers are among them. Empty if the directory is unreadable.
     """
     names = "|".join(re.escape(path.name) for path in paths)
     temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
@@ -107,7 +107,7 @@ def find_stale_temp_files(*paths: Path) -> list[Path]:
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file, a symbolic link, or a folder with its content.
+    """Remove a file, a symbolic link, or a directory with its content.
 
     Errors such as a missing path are ignored.
     """
@@ -135,13 +135,13 @@ def temporary_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """Yield a new temporary folder, and rename it to `path` after the block.
+    """Yield a new temporary directory, and rename it to `path` after the block.
 
-    On an error it is removed. `path` must be absent or empty, its parent folder must exist, and the
-    content is synced to disk before the rename.
+    On an error it is removed. `path` must be absent or empty, its parent directory must exist, and
+    the content is synced to disk before the rename.
 
     Raises:
-        InputError: The folder cannot be written or `path` was filled meanwhile.
+        InputError: The directory cannot be written or `path` was filled meanwhile.
     """
     target = resolve_path(path)
     temporary = temporary_path(target)
@@ -169,7 +169,7 @@ def atomic_dir(path: Path) -> Iterator[Path]:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's content, or a folder's directory entries, to the disk.
+    """Flush a file's content, or a directory's entries, to the disk.
 
     File systems that cannot do so are ignored.
 
@@ -180,7 +180,7 @@ def fsync_path(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems do not support this for folders
+        if error.errno != errno.EINVAL:  # some file systems do not support this for directories
             raise
     finally:
         os.close(descriptor)
@@ -197,7 +197,7 @@ def convert_write_errors(
     """Convert errors of writing in the block into an InputError that names `path`.
 
     Args:
-        path: File or folder that is written.
+        path: File or directory that is written.
         errnos: Numbers of the OSErrors that are converted; all if there are none. Any error is, if
             the disk is full: libraries that write files themselves (tokenizers, torch) raise errors
             without a number.
@@ -234,10 +234,10 @@ def convert_write_errors(
         raise kind(f"{place}: cannot be written to: {reason}") from None
 
 
-def _is_disk_full(folder: Path) -> bool:
-    """Return whether the disk of `folder` has no free block."""
+def _is_disk_full(directory: Path) -> bool:
+    """Return whether the disk of `directory` has no free block."""
     try:
-        status = os.statvfs(folder)
+        status = os.statvfs(directory)
         return status.f_blocks > 0 and status.f_bavail == 0  # some file systems report no sizes
     except OSError:
         return False
@@ -246,7 +246,7 @@ def _is_disk_full(folder: Path) -> bool:
 def atomic_write(path: Path, text: str) -> None:
     """Write `text` as UTF-8 to `path` through a temporary file.
 
-    The folder must exist. A crash leaves either the old or the new content.
+    The directory must exist. A crash leaves either the old or the new content.
 
     Raises:
         InputError: The file cannot be written.
@@ -315,9 +315,9 @@ class FileLock:
 def try_lock(path: Path) -> Iterator[bool]:
     """Try to lock the file `path` without waiting; yield whether that worked.
 
-    If so, the file is removed after the block. Missing parent folders are created. A lock ends with
-    its process. On a file system without locks every process gets it, so code that runs under a
-    lock must write atomically and deterministically.
+    If so, the file is removed after the block. Missing parent directories are created. A lock ends
+    with its process. On a file system without locks every process gets it, so code that runs under
+    a lock must write atomically and deterministically.
 
     Raises:
         InputError: The file cannot be created.

@@ -93,13 +93,13 @@ def exit_without_restart(code: int) -> None:
 
     This process does not exit. With `--max-restarts`, torchrun would restart a run that was asked
     to stop, because its exit code is not 0, and a complete one of which a process dies as it ends.
-    Needs torchrun and its log folder. The file named by EXIT_CODE_FILE, if any, gets the code as
+    Needs torchrun and its log directory. The file named by EXIT_CODE_FILE, if any, gets the code as
     well.
 
     A node that joins forbids nothing: torchrun stops the workers itself then, does not count an
-    attempt and removes the folder of the present one, and the file with it.
+    attempt and removes the directory of the present one, and the file with it.
     """
-    attempt = _attempt_folder()
+    attempt = _attempt_directory()
     recorded = os.environ.get(EXIT_CODE_FILE)
     for file in filter(None, (attempt and attempt / _FILE, Path(recorded) if recorded else None)):
         with contextlib.suppress(OSError):  # then torchrun restarts the run
@@ -112,7 +112,7 @@ def exit_if_restart_forbidden() -> None:
     See `exit_without_restart`. Call it first in a run: it withdraws what an earlier run in this
     attempt, by the same program, has left.
     """
-    attempt = _attempt_folder()
+    attempt = _attempt_directory()
     if attempt:
         (attempt / _FILE).unlink(missing_ok=True)
     for file in attempt.parent.glob(f"attempt_*/{_FILE}") if attempt else ():
@@ -125,11 +125,11 @@ def is_torchrun_worker() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _attempt_folder() -> Path | None:
-    """Return the folder of this attempt in torchrun's log folder.
+def _attempt_directory() -> Path | None:
+    """Return the directory of this attempt in torchrun's log directory.
 
     It follows from TORCHELASTIC_ERROR_FILE: LAUNCH/attempt_N/LOCAL_RANK/error.json. LAUNCH is the
-    folder of this launch and node. None without torchrun.
+    directory of this launch and node. None without torchrun.
     """
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if len(error_file.parents) < 3 or not error_file.parents[1].name.startswith("attempt_"):

@@ -1,4 +1,4 @@
-"""Checks of output paths before a command starts, and creation of parent folders."""
+"""Checks of output paths before a command starts, and missing parents."""
 
 import contextlib
 import os
@@ -11,9 +11,9 @@ from megaenc.errors import InputError
 
 
 def refuse_existing(path: Path, flag: str) -> None:
-    """Raise InputError, naming `flag`, if `path` cannot become a new folder.
+    """Raise InputError, naming `flag`, if `path` cannot become a new directory.
 
-    It must not be a file, a nonempty folder, the working directory or inaccessible.
+    It must not be a file, a nonempty directory, the working directory or inaccessible.
     """
     try:
         str(path).encode()
@@ -27,9 +27,9 @@ def refuse_existing(path: Path, flag: str) -> None:
         raise InputError(
             f"{flag} {str(path)!r}: not UTF-8, or holds a null character; expected another name"
         ) from None
-    if is_cwd:  # the shell would keep the replaced folder as its working directory
+    if is_cwd:  # the shell would keep the replaced directory as its working directory
         raise InputError(
-            f"{flag} {path}: the folder that this command runs in, expected another name"
+            f"{flag} {path}: the directory that this command runs in, expected another name"
         )
     if exists and not empty:
         raise InputError(f"{flag} {path}: exists already; remove it or choose another name")
@@ -38,8 +38,8 @@ def refuse_existing(path: Path, flag: str) -> None:
 def report_stale_files(*paths: Path) -> None:
     """Print the temporary files that stopped runs left for `paths`, if any.
 
-    All paths are in one folder. The files are not removed: a process id in the name may now belong
-    to another process or to another machine.
+    All paths are in one directory. The files are not removed: a process id in the name may now
+    belong to another process or to another machine.
     """
     stale_files = find_stale_temp_files(*paths)
     if stale_files:
@@ -59,18 +59,18 @@ def report_stale_files(*paths: Path) -> None:
 def check_parent_writable(path: Path, flag: str) -> None:
     """Raise InputError, naming `flag`, if no file can be created on the way to `path`.
 
-    A temporary file is created, and removed again, in the nearest existing folder above `path`, as
-    other commands may be creating the folders between.
+    A temporary file is created, and removed again, in the nearest existing directory above `path`,
+    as other commands may be creating the directories between.
     """
     target = resolve_path(path)
     try:
-        folder = next(folder for folder in target.parents if folder.exists())
-        temporary = temporary_path(folder / target.name)
+        directory = next(directory for directory in target.parents if directory.exists())
+        temporary = temporary_path(directory / target.name)
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         temporary.unlink()
     except OSError as error:
         raise InputError(
-            f"{flag} {path}: cannot write to the folder {path.parent}: {error.strerror}"
+            f"{flag} {path}: cannot write to the directory {path.parent}: {error.strerror}"
         ) from None
 
 
@@ -79,8 +79,8 @@ def check_output_file(
 ) -> None:
     """Raise InputError if the file `path` cannot or must not be written.
 
-    It cannot if it is a folder or a device, or has no writable parent. It must not if it is one of
-    `inputs` or in one (see `refuse_input`) or, without `overwrite`, if it exists. Call it before
+    It cannot if it is a directory or a device, or has no writable parent. It must not if it is one
+    of `inputs` or in one (see `refuse_input`) or, without `overwrite`, if it exists. Call it before
     the work, and `create_parent_dir` before the file is written.
     """
     try:
@@ -88,7 +88,7 @@ def check_output_file(
         exists = os.path.lexists(path)
         kind = ""
         if target.is_dir():
-            kind = "a folder"
+            kind = "a directory"
         elif target.exists() and not target.is_file():
             kind = "no regular file"
     except OSError as error:
@@ -110,7 +110,7 @@ def check_output_file(
 def refuse_input(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
     """Raise InputError, naming `flag`, if the existing file `path` is in an input.
 
-    It is one of the `inputs`, or in a folder among them. Links are followed. Inputs that do not
+    It is one of the `inputs`, or in a directory among them. Links are followed. Inputs that do not
     exist, such as names on the Hub, are left out.
     """
     if not os.path.lexists(path):
@@ -129,7 +129,7 @@ def refuse_input(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
 
 
 def create_parent_dir(path: Path, flag: str) -> None:
-    """Create the missing parent folders of `path`.
+    """Create the missing parent directories of `path`.
 
     Raises:
         InputError: That fails; the message names `flag`.
@@ -139,13 +139,13 @@ def create_parent_dir(path: Path, flag: str) -> None:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"{flag} {path}: cannot create the folder {parent}: {error.strerror}"
+            f"{flag} {path}: cannot create the directory {parent}: {error.strerror}"
         ) from None
 
 
 @contextlib.contextmanager
 def create_parent_with_rollback(path: Path, flag: str) -> Iterator[None]:
-    """Create the missing parent folders of `path`, and remove them if the block fails.
+    """Create the missing parents of `path`, and remove them if the block fails.
 
     Only those that are empty are removed.
 
@@ -159,21 +159,21 @@ def create_parent_with_rollback(path: Path, flag: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def remove_new_parents_on_error(*paths: Path) -> Iterator[None]:
-    """Remove new parent folders of `paths` if the block fails.
+    """Remove new parent directories of `paths` if the block fails.
 
     New ones did not exist before the block. Only those that are empty are removed.
     """
     existing: set[Path] = set()
     new: set[Path] = set()
-    for folder in (folder for path in paths for folder in resolve_path(path).parents):
-        if folder not in existing and folder not in new:
+    for directory in (directory for path in paths for directory in resolve_path(path).parents):
+        if directory not in existing and directory not in new:
             # Such as too long a name, which its creation will report.
             with contextlib.suppress(OSError):
-                (existing if folder.exists() else new).add(folder)
+                (existing if directory.exists() else new).add(directory)
     try:
         yield
     except BaseException:
-        for folder in sorted(new, key=lambda folder: len(folder.parts), reverse=True):
+        for directory in sorted(new, key=lambda directory: len(directory.parts), reverse=True):
             with contextlib.suppress(OSError):  # not empty, or never created
-                folder.rmdir()
+                directory.rmdir()
         raise

@@ -23,7 +23,7 @@ KILL_TIMEOUT = 5.0
 def python_command(*words: str) -> list[str]:
     """Return the command of this Python interpreter with arguments `words`.
 
-    The current folder is not on its module path.
+    The current directory is not on its module path.
     """
     return [sys.executable, "-P", *words]
 
@@ -31,17 +31,17 @@ def python_command(*words: str) -> list[str]:
 def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return a copy of `environment` in which Python imports this very package.
 
-    Nothing is imported from the current folder. Both also hold for the programs that Python starts:
-    torchrun's workers, fork servers, compilers. Empty entries of PYTHONPATH, which mean the current
-    folder, are removed.
+    Nothing is imported from the current directory. Both also hold for the programs that Python
+    starts: torchrun's workers, fork servers, compilers. Empty entries of PYTHONPATH, which mean the
+    current directory, are removed.
     """
-    folders = [
+    directories = [
         str(Path(megaenc.__file__).parents[1]),
         *environment.get("PYTHONPATH", "").split(os.pathsep),
     ]
     return {
         **environment,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, folders))),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, directories))),
         "PYTHONSAFEPATH": "1",
     }
 

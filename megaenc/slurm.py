@@ -93,7 +93,9 @@ def submit_tasks(
     submitit = import_submitit()
     try:
         executor = submitit.AutoExecutor(
-            folder=logs / "%j", cluster=cluster.slurm_cluster, slurm_max_num_timeout=_MAX_TIMEOUTS
+            folder=logs / "%j",
+            cluster=cluster.slurm_cluster,
+            slurm_max_num_timeout=_MAX_TIMEOUTS,
         )
         executor.update_parameters(name=name, timeout_min=cluster.slurm_minutes, **parameters)
         is_array = len(tasks) > 1

@@ -41,7 +41,9 @@ class Reach:
             name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             self.modules[name] = path
             if path.startswith(("tests/", "benchmarks/")):
-                self.modules[Path(path).stem] = path  # their folders are on the path for imports
+                self.modules[Path(path).stem] = (
+                    path  # their directories are on the path for imports
+                )
                 self.modules[name.removeprefix("tests.")] = path
             self.scripts[Path(path).name] = path
         self.names = {path: _list_definitions(tree) for path, tree in self.trees.items()}
@@ -130,16 +132,16 @@ class Reach:
                 yield from ((path, name) for name in self.names[path])
 
     def _list_fixtures(self, path: str) -> Iterator[str]:
-        """Yield the conftest.py of each folder above a file of tests."""
-        for folder in Path(path).parents:
-            if f"{folder}/conftest.py" in self.trees and path != f"{folder}/conftest.py":
-                yield f"{folder}/conftest.py"
+        """Yield the conftest.py of each directory above a file of tests."""
+        for directory in Path(path).parents:
+            if f"{directory}/conftest.py" in self.trees and path != f"{directory}/conftest.py":
+                yield f"{directory}/conftest.py"
 
     def _list_packages(self, path: str) -> Iterator[Definition]:
         """Yield the packages that are imported before a module is."""
-        for folder in Path(path).parents:
-            if f"{folder}/__init__.py" in self.trees:
-                yield f"{folder}/__init__.py", IMPORT
+        for directory in Path(path).parents:
+            if f"{directory}/__init__.py" in self.trees:
+                yield f"{directory}/__init__.py", IMPORT
 
     def find_definitions(self, path: str, first: int, last: int) -> set[Definition]:
         """Return the definitions that the lines `first` to `last` of a module are part of."""

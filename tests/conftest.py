@@ -38,16 +38,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory):
-    """Return `shared_folder(name, make)`, which fills a folder once for all workers.
+def shared_directory(tmp_path_factory):
+    """Return `shared_directory(name, make)`, which fills one once for all workers.
 
-    `make(folder)` fills it. The folder must not be changed afterwards.
+    `make(directory)` fills it. The directory must not be changed afterwards.
     """
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "shared"
     root.mkdir(exist_ok=True)
 
-    def folder(name: str, make: Callable[[Path], object]) -> Path:
+    def directory(name: str, make: Callable[[Path], object]) -> Path:
         with open(root / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (root / f"{name}.whole").exists():
@@ -57,7 +57,7 @@ def shared_folder(tmp_path_factory):
                 (root / f"{name}.whole").touch()
         return root / name
 
-    return folder
+    return directory
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,11 @@ class SmallCorpus:
 
 
 @pytest.fixture(scope="session")
-def small_corpus(shared_folder) -> SmallCorpus:
-    folder = shared_folder("corpus", runs.make_corpus)
-    return SmallCorpus(folder / "text.jsonl", folder / "tokenizer", folder / "small_text_document")
+def small_corpus(shared_directory) -> SmallCorpus:
+    directory = shared_directory("corpus", runs.make_corpus)
+    return SmallCorpus(
+        directory / "text.jsonl", directory / "tokenizer", directory / "small_text_document"
+    )
 
 
 @pytest.fixture

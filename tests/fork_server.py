@@ -7,9 +7,9 @@ runs as in its own interpreter with these modules imported. There are two differ
 strings have the same order in all forks, and variables that are read at import are read too early.
 
 A request comes over the socket with the given file descriptor: JSON of `command`, `processes`,
-`environment` and `packages` (a folder to import from as well, or null), with the file descriptors
-of standard output and error. The answers are a process id and, when that process has ended, its
-exit code.
+`environment` and `packages` (a directory to import from as well, or null), with the file
+descriptors of standard output and error. The answers are a process id and, when that process has
+ended, its exit code.
 """
 
 import contextlib
@@ -108,8 +108,8 @@ def launch(count: int) -> None:
         listening.close()
         die_with_parent(launcher)
         os.setsid()
-        folder = logs / "attempt_0" / str(rank)
-        folder.mkdir(parents=True)
+        directory = logs / "attempt_0" / str(rank)
+        directory.mkdir(parents=True)
         here = {
             "RANK": rank,
             "LOCAL_RANK": rank,
@@ -126,7 +126,7 @@ def launch(count: int) -> None:
         here |= {
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": port,
-            "TORCHELASTIC_ERROR_FILE": folder / "error.json",
+            "TORCHELASTIC_ERROR_FILE": directory / "error.json",
         }
         here |= {"TORCHELASTIC_RUN_ID": logs.name, "TORCHELASTIC_USE_AGENT_STORE": True}
         here |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}

@@ -60,20 +60,20 @@ def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
     return path
 
 
-def make_corpus(folder: Path) -> None:
+def make_corpus(directory: Path) -> None:
     """Write 300 documents, a tokenizer of 400 ids and the corpus `small` of both."""
     from megaenc.data.preprocess import command as preprocess
     from megaenc.data.tokenizer import train_command
 
-    text = str(write_text(folder / "text.jsonl"))
-    tokenizer = str(folder / "tokenizer")
+    text = str(write_text(directory / "text.jsonl"))
+    tokenizer = str(directory / "tokenizer")
     train_command.main(["--input", text, "--vocab-size", "400", "--output", tokenizer])
     preprocess.main(
         [
             "--input",
             text,
             "--output-prefix",
-            str(folder / "small"),
+            str(directory / "small"),
             "--tokenizer",
             tokenizer,
             "--append-eod",
@@ -101,7 +101,7 @@ def run(
 ) -> subprocess.CompletedProcess:
     """Run `command` with one thread a process, and check its exit code.
 
-    Everything that it started is killed when time is up. `packages` is a folder of installed
+    Everything that it started is killed when time is up. `packages` is a directory of installed
     packages to import from as well; `environment` has further variables.
     """
     process = subprocess.Popen(
@@ -225,8 +225,8 @@ def script(
 class Job:
     """Run of the pretraining command, for `in_turn`.
 
-    `copy_of` is a folder that is first copied to `save`. `weights` is a file of torch's with whole
-    matrices by their global names that replace new ones (not for tensor parallelism).
+    `copy_of` is a directory that is first copied to `save`. `weights` is a file of torch's with
+    whole matrices by their global names that replace new ones (not for tensor parallelism).
     """
 
     save: Path
@@ -236,12 +236,12 @@ class Job:
     weights: Path | None = None
 
 
-def in_turn(jobs: list[Job], folder: Path, timeout: float = 480) -> subprocess.CompletedProcess:
+def in_turn(jobs: list[Job], directory: Path, timeout: float = 480) -> subprocess.CompletedProcess:
     """Run the jobs one after the other under one torchrun, which spares most starts.
 
-    Their list is written to `folder`.
+    Their list is written to `directory`.
     """
-    file = folder / "jobs.json"
+    file = directory / "jobs.json"
     file.write_text(json.dumps([asdict(job) for job in jobs], default=str), encoding="utf-8")
     return script(
         WORKERS / "in_turn.py",
@@ -251,9 +251,9 @@ def in_turn(jobs: list[Job], folder: Path, timeout: float = 480) -> subprocess.C
     )
 
 
-def metrics(folder: Path) -> list[dict]:
+def metrics(directory: Path) -> list[dict]:
     """Return the logged steps of a run."""
-    return _rows(folder / "metrics.jsonl")
+    return _rows(directory / "metrics.jsonl")
 
 
 # What a row says of the clock and the machine, and not of the run.
@@ -265,23 +265,23 @@ def lasting(row: dict) -> dict:
     return {name: value for name, value in row.items() if not name.endswith(_MEASURED)}
 
 
-def curve(folder: Path, after: int = 0) -> list[dict]:
+def curve(directory: Path, after: int = 0) -> list[dict]:
     """Return the `lasting` part of the logged steps beyond `after`."""
-    return [lasting(row) for row in metrics(folder) if row["step"] > after]
+    return [lasting(row) for row in metrics(directory) if row["step"] > after]
 
 
-def weights(folder: Path, step: int) -> dict:
+def weights(directory: Path, step: int) -> dict:
     """Return all weights of a checkpoint by name."""
     from whole_models import load_weights
 
     from megaenc.convert.run_checkpoint import open_run_checkpoint
 
-    return load_weights(open_run_checkpoint(folder), step)[1]
+    return load_weights(open_run_checkpoint(directory), step)[1]
 
 
-def assert_same_weights(run_folder: Path, reference: Path, step: int) -> None:
+def assert_same_weights(run_directory: Path, reference: Path, step: int) -> None:
     """Assert that the checkpoints of `step` of two runs are bitwise equal."""
-    here = weights(run_folder, step)
+    here = weights(run_directory, step)
     there = weights(reference, step)
     assert here.keys() == there.keys()
     assert [
@@ -291,33 +291,33 @@ def assert_same_weights(run_folder: Path, reference: Path, step: int) -> None:
     ] == []
 
 
-def validations(folder: Path) -> list[dict]:
+def validations(directory: Path) -> list[dict]:
     """Return the validations of a run, beginning with that of step 0."""
-    return _rows(folder / "validation.jsonl")
+    return _rows(directory / "validation.jsonl")
 
 
 def _rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def largest_difference(name: str, run_folder: Path, reference: Path, after: int = 0) -> float:
+def largest_difference(name: str, run_directory: Path, reference: Path, after: int = 0) -> float:
     """Return the largest difference of `name` beyond `after`, relative to `reference`.
 
     Both runs must have the same steps.
     """
 
-    def read_values(folder: Path) -> dict:
-        return {row["step"]: row[name] for row in metrics(folder) if row["step"] > after}
+    def read_values(directory: Path) -> dict:
+        return {row["step"]: row[name] for row in metrics(directory) if row["step"] > after}
 
-    here = read_values(run_folder)
+    here = read_values(run_directory)
     there = read_values(reference)
     assert here.keys() == there.keys() != set()
     return max(abs(here[step] / there[step] - 1) for step in there)
 
 
-def assert_same_curve(run_folder: Path, reference: Path, tolerance: float = 1e-4) -> None:
+def assert_same_curve(run_directory: Path, reference: Path, tolerance: float = 1e-4) -> None:
     """Assert equal steps, with loss and gradient norm within a relative tolerance."""
-    here = metrics(run_folder)
+    here = metrics(run_directory)
     there = metrics(reference)
     for name in ("step", "objective", "learning_rate", "tokens", "predicted_tokens"):
         assert [row[name] for row in here] == [row[name] for row in there], name

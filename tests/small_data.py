@@ -1,4 +1,4 @@
-"""Small labelled data sets: files of every format, BEIR folders, task families."""
+"""Small labelled data sets: files of every format, BEIR sets, task families."""
 
 import csv
 import gzip
@@ -59,18 +59,18 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def write_files(folder: Path, files: dict[str, Any]) -> str:
-    """Write the contents that are not None by name; return the folder."""
+def write_files(directory: Path, files: dict[str, Any]) -> str:
+    """Write the contents that are not None by name; return the directory."""
     for name, content in files.items():
         if content is not None:
-            write_file(folder / name, content)
-    return str(folder)
+            write_file(directory / name, content)
+    return str(directory)
 
 
-def write_splits(folder: Path, form: str, rows: list[dict[str, Any]], **others: Any) -> str:
-    """Write train, valid and test, with `rows` except for `others`; return the folder."""
+def write_splits(directory: Path, form: str, rows: list[dict[str, Any]], **others: Any) -> str:
+    """Write train, valid and test, with `rows` except for `others`; return the path."""
     splits = {"train": rows, "valid": rows, "test": rows} | others
-    return write_files(folder, {f"{split}.{form}": content for split, content in splits.items()})
+    return write_files(directory, {f"{split}.{form}": content for split, content in splits.items()})
 
 
 def beir_files(
@@ -78,7 +78,7 @@ def beir_files(
     queries: Iterable[tuple[str, str]],
     **qrels: Iterable[tuple[str, str, int]],
 ) -> dict[str, str]:
-    """Return the files of a BEIR folder by name.
+    """Return the files of a BEIR directory by name.
 
     Documents are (id, title, text), queries (id, text), and qrels of each split (query, document,
     grade).

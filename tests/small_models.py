@@ -1,4 +1,4 @@
-"""Tiny models with random weights, as Hugging Face folders."""
+"""Tiny models with random weights, as Hugging Face directories."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ SIZES = {
 
 
 def save_model(
-    folder: Path,
+    directory: Path,
     kind: str,
     tokenizer: Any = None,
     auto: Any = transformers.AutoModel,
@@ -35,7 +35,7 @@ def save_model(
     config = transformers.AutoConfig.for_model(kind, **SIZES | ids | values)
     torch.manual_seed(0)
     model = auto.from_config(config).eval()
-    model.save_pretrained(folder)
+    model.save_pretrained(directory)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(directory)
     return model

@@ -21,8 +21,8 @@ from megaenc.json_files import read_json_object
 from megaenc.processes import exit_on_sigterm
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
 
 
 def test_files_appear_together_or_not_at_all(tmp_path):
@@ -52,8 +52,8 @@ def test_a_block_that_fails_leaves_nothing_and_its_error_stays_what_it_is(tmp_pa
         temporary[0].write_text("half")
         raise error
     assert raised.value is error
-    with pytest.raises(type(error)) as raised, atomic_dir(tmp_path / "folder") as folder:
-        (folder / "a").write_text("half")
+    with pytest.raises(type(error)) as raised, atomic_dir(tmp_path / "directory") as directory:
+        (directory / "a").write_text("half")
         raise error
     assert raised.value is error
     assert names(tmp_path) == []
@@ -97,8 +97,8 @@ from pathlib import Path
 from megaenc.atomic_io import atomic_files
 from megaenc.processes import exit_on_sigterm
 
-folder, trials = Path(sys.argv[1]), int(sys.argv[2])
-replaced = folder / "replaced"
+directory, trials = Path(sys.argv[1]), int(sys.argv[2])
+replaced = directory / "replaced"
 replaced.write_text("0" * 1000)
 main, delays = threading.main_thread().ident, random.Random(0)
 interrupted = torn = incomplete = 0
@@ -108,7 +108,7 @@ def shoot(delay):
     signal.pthread_kill(main, signal.SIGTERM)
 
 for trial in range(trials):
-    new = folder / "new"
+    new = directory / "new"
     new.mkdir()
     shot = threading.Thread(target=shoot, args=[delays.uniform(0, 0.003)])
     number = 0
@@ -158,7 +158,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, write, number):
 
 
 def test_a_disk_that_becomes_read_only_is_one_line_too(tmp_path, monkeypatch):
-    """Neither can unfinished files be removed nor folders be made."""
+    """Neither can unfinished files be removed nor directories be made."""
 
     def read_only(*given, **options):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -198,29 +198,29 @@ def test_the_last_look_comes_when_all_is_on_the_disk_and_before_any_name(tmp_pat
 
 
 def test_what_an_attempt_left_behind_is_found_by_its_name(tmp_path):
-    with atomic_files(tmp_path / "a.bin") as (path,), atomic_dir(tmp_path / "a_parts") as folder:
+    with atomic_files(tmp_path / "a.bin") as (path,), atomic_dir(tmp_path / "a_parts") as directory:
         path.write_text("half")
         for name in (".a.bin.tmp", ".b.bin.12-0123abcd.tmp", "a.bin"):
             (tmp_path / name).touch()
         assert find_stale_temp_files(tmp_path / "a.bin", tmp_path / "a_parts") == sorted(
-            [path, folder]
+            [path, directory]
         )
         assert longest_file_name(tmp_path / "a", tmp_path / "a.bin").startswith(".a.bin.")
         assert len(longest_file_name(tmp_path / "a.bin")) == len(path.name)
     assert find_stale_temp_files(tmp_path / "none" / "a.bin") == []
 
 
-def test_a_folder_appears_whole_in_place_of_an_empty_one_and_a_link_to_it_stays_a_link(tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "folder")
-    with atomic_dir(tmp_path / "link") as folder:
-        (folder / "a").write_text("whole")
-    assert (tmp_path / "link").is_symlink() and names(tmp_path / "folder") == ["a"]
+def test_a_directory_appears_whole_in_place_of_an_empty_one_and_a_link_to_it_stays_a_link(tmp_path):
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "directory")
+    with atomic_dir(tmp_path / "link") as directory:
+        (directory / "a").write_text("whole")
+    assert (tmp_path / "link").is_symlink() and names(tmp_path / "directory") == ["a"]
 
 
 def test_a_place_that_is_taken_meanwhile_keeps_what_is_there(tmp_path):
     for name, take in {
-        "folder": lambda path: (path / "a").mkdir(parents=True),
+        "directory": lambda path: (path / "a").mkdir(parents=True),
         "file": lambda path: path.touch(),
     }.items():
         with (
@@ -228,7 +228,7 @@ def test_a_place_that_is_taken_meanwhile_keeps_what_is_there(tmp_path):
             atomic_dir(tmp_path / name),
         ):
             take(tmp_path / name)
-    assert names(tmp_path) == ["file", "folder"] and names(tmp_path / "folder") == ["a"]
+    assert names(tmp_path) == ["directory", "file"] and names(tmp_path / "directory") == ["a"]
 
 
 @pytest.mark.parametrize("write", [atomic_files, atomic_dir])
@@ -275,7 +275,7 @@ def test_an_error_of_torchs_writer_has_the_reason_of_its_cause(tmp_path):
             raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
 
 
-def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced = []
     rename = os.rename
     monkeypatch.setattr(
@@ -291,11 +291,11 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         rename(here, there)
 
     monkeypatch.setattr(os, "rename", renamed)
-    with atomic_dir(tmp_path / "folder") as folder:
-        (folder / "inner").mkdir()
-        (folder / "a").write_text("whole")
-        (folder / "inner" / "b").write_text("whole")
-    assert names(tmp_path) == ["folder"] and len(synced) == 4
+    with atomic_dir(tmp_path / "directory") as directory:
+        (directory / "inner").mkdir()
+        (directory / "a").write_text("whole")
+        (directory / "inner" / "b").write_text("whole")
+    assert names(tmp_path) == ["directory"] and len(synced) == 4
 
 
 def test_sigterm_runs_the_finally_clauses(tmp_path):
@@ -311,11 +311,11 @@ def test_sigterm_runs_the_finally_clauses(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(InputError, match="folder: cannot be written to: Is a directory"):
-        atomic_write(tmp_path / "folder", "text")
-    assert names(tmp_path) == ["folder"]
+def test_a_directory_in_the_place_of_a_file_is_one_line(tmp_path):
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(InputError, match="directory: cannot be written to: Is a directory"):
+        atomic_write(tmp_path / "directory", "text")
+    assert names(tmp_path) == ["directory"]
 
 
 @pytest.mark.parametrize(

@@ -68,11 +68,12 @@ def test_each_command_explains_itself(capsys, name):
         "finetune run --model TEXT --dataset demo_sc --output",
     ],
 )
-def test_a_refused_command_leaves_no_folder(tmp_path, refusal, words):
+def test_a_refused_command_leaves_no_directory(tmp_path, refusal, words):
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "a"}\n')
     refusal(
-        cli.main, [*words.replace("TEXT", str(text)).split(), tmp_path / "new" / "folder" / "file"]
+        cli.main,
+        [*words.replace("TEXT", str(text)).split(), tmp_path / "new" / "directory" / "file"],
     )
     assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
 

@@ -145,7 +145,7 @@ def test_text_that_a_terminal_acts_on_is_spelled(capsys):
 
     @handle_command_errors
     def main():
-        raise InputError(f"--model {HOSTILE}\n: no such folder")
+        raise InputError(f"--model {HOSTILE}\n: no such directory")
 
     with pytest.raises(SystemExit):
         main()

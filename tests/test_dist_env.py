@@ -10,9 +10,9 @@ def worker(tmp_path, monkeypatch):
     """Make this process look like a worker of an attempt of a launch."""
 
     def be(launch: str, attempt: int) -> None:
-        folder = tmp_path / launch / f"attempt_{attempt}" / "0"
-        folder.mkdir(parents=True)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        directory = tmp_path / launch / f"attempt_{attempt}" / "0"
+        directory.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(directory / "error.json"))
 
     return be
 
@@ -38,7 +38,9 @@ def test_a_second_run_of_a_program_withdraws_what_the_first_has_left(worker):
 
 
 @pytest.mark.parametrize("error_file", [None, "/dev/null", "error.json"])
-def test_without_a_folder_of_torchrun_nothing_is_left_or_found(error_file, monkeypatch, tmp_path):
+def test_without_a_directory_of_torchrun_nothing_is_left_or_found(
+    error_file, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     if error_file:

@@ -90,7 +90,7 @@ def test_a_full_disk_behind_standard_output_is_one_line(unbuffered):
 
 
 def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
-    """A command replaces one file whole; a library copies one to a temporary folder."""
+    """A command replaces one file whole; a library copies one elsewhere."""
     (tmp_path / "large").write_bytes(bytes(100_000))
     code = """
 import resource, shutil, sys

@@ -24,7 +24,7 @@ if __name__ == "__main__":
         "PYTHONPATH", "OMP_NUM_THREADS", "ONE_MORE",
     )
     found = {name: os.environ.get(name) for name in names}
-    found |= {"argv": sys.argv, "folder": os.getcwd(), "path": sys.path[0], "file": __file__}
+    found |= {"argv": sys.argv, "directory": os.getcwd(), "path": sys.path[0], "file": __file__}
     found |= {"input": sys.stdin.read()}
     found |= {"leads": os.getsid(0) == os.getpid(), "threads": threading.active_count()}
     with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -71,9 +71,9 @@ def test_a_script_finds_what_it_finds_under_the_real_thing(script):
 
 WAIT = """
 import os, pathlib, sys, time
-folder = pathlib.Path(sys.argv[1])
-(folder / os.environ["RANK"]).write_text(str(os.getpid()))
-while len(list(folder.glob("[01]"))) < 2:
+directory = pathlib.Path(sys.argv[1])
+(directory / os.environ["RANK"]).write_text(str(os.getpid()))
+while len(list(directory.glob("[01]"))) < 2:
     time.sleep(0.01)
 if os.environ["RANK"] == "0" and sys.argv[2] == "fail":
     sys.exit(7)
@@ -93,7 +93,7 @@ def test_a_rank_that_fails_ends_the_others_and_so_does_the_end_of_time(script, t
     assert runs.script(script("print('here')"), []).stdout == "here\n"
 
 
-def assert_gone(folder) -> None:
+def assert_gone(directory) -> None:
     for rank in "01":
-        process = (folder / rank).read_text()
+        process = (directory / rank).read_text()
         wait_until(lambda process=process: not os.path.exists(f"/proc/{process}"), 10)

@@ -108,16 +108,18 @@ def test_a_class_name_exists_once():
     assert sorted(classes) == sorted(set(classes))
 
 
-def test_folders_of_the_package_have_few_files():
+def test_directories_of_the_package_have_few_files():
     counts = Counter(
         path.parent for path in FILES if path.name not in ("__init__.py", "__main__.py")
     )
     most = {runs.ROOT / "megaenc/training": 22}
-    assert {folder: count for folder, count in counts.items() if count > most.get(folder, 15)} == {}
+    assert {
+        directory: count for directory, count in counts.items() if count > most.get(directory, 15)
+    } == {}
 
 
 def test_no_two_files_of_tests_are_one_module():
-    """pytest would refuse the second one, but not if folders run separately."""
+    """pytest would refuse the second one, but not if directories run separately."""
     files = (runs.ROOT / "tests").rglob("test_*.py")
     names = Counter(file.name for file in files if not (file.parent / "__init__.py").exists())
     assert [name for name, count in names.items() if count > 1] == []

@@ -5,7 +5,7 @@ from megaenc.atomic_io import try_lock
 
 
 def test_a_lock_is_one_s_own_until_it_is_let_go(tmp_path):
-    path = tmp_path / "folder" / "lock"
+    path = tmp_path / "directory" / "lock"
     with try_lock(path) as first, try_lock(path) as second:
         assert first and not second and path.exists()
     assert not path.exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from mistakes import data, folder, models, pretrain, studies
+from mistakes import data, directory, models, pretrain, studies
 
 from megaenc import cli
 
@@ -28,20 +28,20 @@ class Ended:
     """None: it was still running after SECONDS."""
     stderr: str
     changes: list[str]
-    """paths that it created, changed or removed in the working folder"""
+    """paths that it created, changed or removed in the working directory"""
     seconds: float
 
 
 def complete(line: str) -> str:
     """Return a command line of the tables with its abbreviations written out."""
-    for name, value in folder.WORDS.items():
+    for name, value in directory.WORDS.items():
         line = line.replace(name, value)
     return line
 
 
 @pytest.fixture(scope="module")
-def ends(shared_folder, request) -> dict[str, Ended]:
-    """Run all requested commands once in one folder; return the end of each by line."""
+def ends(shared_directory, request) -> dict[str, Ended]:
+    """Run all requested commands once in one place; return the end of each by line."""
     asked = [
         item.callspec.params["line"]
         for item in request.session.items
@@ -51,12 +51,12 @@ def ends(shared_folder, request) -> dict[str, Ended]:
     def make(place: Path) -> None:
         work = place / "work"
         work.mkdir()
-        folder.write_texts(work)
-        commands = [shlex.split(complete(line)) for line in (*folder.SETUP, *asked)]
+        directory.write_texts(work)
+        commands = [shlex.split(complete(line)) for line in (*directory.SETUP, *asked)]
         jobs = {
-            "folder": str(work),
+            "directory": str(work),
             "seconds": SECONDS,
-            "keep": len(folder.SETUP),
+            "keep": len(directory.SETUP),
             "commands": commands,
         }
         (place / "jobs.json").write_text(json.dumps(jobs))
@@ -70,11 +70,11 @@ def ends(shared_folder, request) -> dict[str, Ended]:
         ]
         runs.run(command, timeout=900, environment=environment, packages=runs.ROOT / "tests")
 
-    results = shared_folder("mistakes", make) / "results.jsonl"
+    results = shared_directory("mistakes", make) / "results.jsonl"
     ended = [Ended(**json.loads(line)) for line in results.read_text().splitlines()]
-    for line, setup in zip(folder.SETUP, ended, strict=False):
+    for line, setup in zip(directory.SETUP, ended, strict=False):
         assert setup.code == 0, (line, setup)
-    return dict(zip(asked, ended[len(folder.SETUP) :], strict=True))
+    return dict(zip(asked, ended[len(directory.SETUP) :], strict=True))
 
 
 @pytest.mark.parametrize("line", ROWS)

@@ -1,4 +1,4 @@
-"""Files in the current folder that are named like modules are never imported."""
+"""Files in the current directory that are named like modules are never imported."""
 
 import os
 import sys
@@ -34,29 +34,29 @@ EARLY = (
     "typing",
     "warnings",
 )
-"""Modules that Python imports for -m after it has put the current folder first."""
+"""Modules that Python imports for -m after it has put the current directory first."""
 
 
 @pytest.fixture
 def planted(tmp_path) -> Path:
-    """Return a folder with a module for each name of the standard library and more.
+    """Return a directory with a module for each name of the standard library and more.
 
     Each notes its name in a file and raises ImportError.
     """
-    folder = tmp_path / "planted"
-    folder.mkdir()
+    directory = tmp_path / "planted"
+    directory.mkdir()
     for name in {*sys.stdlib_module_names, *THIRD_PARTY} - {*sys.builtin_module_names}:
         lines = (
             "import sys",
             f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r} + ' ')",
             f"raise ImportError({name!r})",
         )
-        (folder / f"{name}.py").write_text("\n".join(lines))
-    return folder
+        (directory / f"{name}.py").write_text("\n".join(lines))
+    return directory
 
 
 def run_in(planted: Path, words: list[object], **how) -> str:
-    """Run Python in the planted folder; return its output if nothing was imported."""
+    """Run Python in the planted directory; return its output if nothing was imported."""
     marker = planted.parent / "imported"
     ended = runs.run([sys.executable, *map(str, words)], cwd=planted, expect=None, **how)
     imported = marker.read_text() if marker.exists() else ""
@@ -80,8 +80,8 @@ def test_only_one_function_starts_python():
         if "sys.executable" in path.read_text()
     ]
     assert users == ["processes.py"]
-    for folder in ("benchmarks", "examples", "tools"):
-        for path in Path(runs.ROOT, folder).rglob("*.py"):
+    for directory in ("benchmarks", "examples", "tools"):
+        for path in Path(runs.ROOT, directory).rglob("*.py"):
             assert not any(f'sys.executable, "-{letter}"' in path.read_text() for letter in "cm"), (
                 path
             )
@@ -105,7 +105,7 @@ def test_the_environment_of_a_child_keeps_the_users_module_path_and_no_empty_ent
     assert python_environment(given) == expected
 
 
-def test_python_m_megaenc_leaves_the_current_folder_out(planted):
+def test_python_m_megaenc_leaves_the_current_directory_out(planted):
     for name in ("megaenc", *EARLY):
         (planted / f"{name}.py").unlink()
     assert run_in(planted, ["-m", "megaenc", "--version"]).startswith("megaenc ")

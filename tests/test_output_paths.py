@@ -31,8 +31,8 @@ ESTIMATE = (estimate_main, "--gpu h100 --config run.json --data-path corpus")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Make a working folder with inputs of every command, links to some, and a result."""
+def directory(tmp_path, monkeypatch):
+    """Make a directory with inputs of every command, links to some, and a result."""
     monkeypatch.chdir(tmp_path)
     rows = [
         {"text": f"one {n}\n\ntwo {n}", "query": f"q {n}", "document": f"d {n}"} for n in range(4)
@@ -58,8 +58,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def read_all(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+def read_all(directory):
+    return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -82,39 +82,39 @@ def read_all(folder):
         ),
     ],
 )
-def test_an_input_is_never_replaced(folder, refusal, command, output, found):
+def test_an_input_is_never_replaced(directory, refusal, command, output, found):
     main, flags = command
     if main is eval_main and "--config" in flags:
         Path("run.json").write_text('{"bm25": true}')
-    before = read_all(folder)
+    before = read_all(directory)
     overwrite = ["--overwrite"] if main in (predict_main, mine_main, pairs_main, eval_main) else []
     message = refusal(main, [*flags.split(), "--output", output, *overwrite])
     assert message.startswith(f"error: --output {Path(output)}: {found}, expected another name")
-    assert read_all(folder) == before
+    assert read_all(directory) == before
 
 
 @pytest.mark.parametrize(
     ("command", "output"),
     [(PREDICT, "done.jsonl"), (MINE, "done.jsonl"), (PAIRS, "done.jsonl"), (EVAL, "done.json")],
 )
-def test_results_that_cost_work_are_replaced_only_on_request(folder, refusal, command, output):
+def test_results_that_cost_work_are_replaced_only_on_request(directory, refusal, command, output):
     main, flags = command
-    before = read_all(folder)
+    before = read_all(directory)
     message = refusal(main, [*flags.split(), "--output", output])
     assert message == (
         f"error: --output {output}: exists already; give --overwrite to replace it, or choose "
         f"another name"
     )
-    assert read_all(folder) == before
+    assert read_all(directory) == before
 
 
-def test_with_the_flag_results_are_replaced(folder):
+def test_with_the_flag_results_are_replaced(directory):
     main, flags = PAIRS
     main([*flags.split(), "--output", "done.jsonl", "--overwrite"])
     assert len(Path("done.jsonl").read_text().splitlines()) == 4
 
 
-def test_summaries_and_estimates_replace_their_own_file(folder):
+def test_summaries_and_estimates_replace_their_own_file(directory):
     shutil.rmtree("kept")
     for main, flags in (ESTIMATE, (summary_main, "tree")):
         flags = flags.replace(" --data-path corpus", "").replace(
@@ -126,7 +126,7 @@ def test_summaries_and_estimates_replace_their_own_file(folder):
         Path("done.json").write_text("{}\n")
 
 
-def test_new_files_in_an_input_folder_are_allowed(folder):
+def test_new_files_in_an_input_directory_are_allowed(directory):
     check_output_file(Path("beir/new.json"), "--output", inputs=["beir"], overwrite=False)
     check_output_file(Path("done.json"), "--output", inputs=["beir", "nobody/model", ""])
     with pytest.raises(
@@ -136,8 +136,8 @@ def test_new_files_in_an_input_folder_are_allowed(folder):
         check_output_file(Path("beir/more.json"), "--output", inputs=["beir"])
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
 
 
 def test_the_name_of_an_output_file_is_checked_and_nothing_is_left(tmp_path):
@@ -146,20 +146,20 @@ def test_the_name_of_an_output_file_is_checked_and_nothing_is_left(tmp_path):
     for path in ("new", "file", "a/b/new", "none/../new"):
         check_output_file(tmp_path / path, "--output")
     for path, message in (
-        (".", "found a folder, expected the name of a file"),
+        (".", "found a directory, expected the name of a file"),
         ("fifo", "found no regular file, expected the name of a file"),
-        ("file/new", "cannot write to the folder .*: Not a directory"),
+        ("file/new", "cannot write to the directory .*: Not a directory"),
         ("a/file" * 2000, "cannot be accessed: File name too long"),
-        ("n" * 240, "cannot write to the folder .*: File name too long"),
-        ("/proc/none/new", "cannot write to the folder"),
+        ("n" * 240, "cannot write to the directory .*: File name too long"),
+        ("/proc/none/new", "cannot write to the directory"),
     ):
         with pytest.raises(InputError, match=rf"--output \S+: {message}"):
             check_output_file(tmp_path / path, "--output")
     assert names(tmp_path) == ["fifo", "file"] and (tmp_path / "file").read_text() == "old"
 
 
-def test_what_stands_in_the_place_of_an_output_folder(tmp_path, monkeypatch):
-    """An output folder may be empty, also behind a link, and its path may go up."""
+def test_what_stands_in_the_place_of_an_output_directory(tmp_path, monkeypatch):
+    """An output directory may be empty, also behind a link, and its path may go up."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     for path in ("empty", "link", "new", "empty/new/.."):
@@ -177,22 +177,22 @@ def test_what_stands_in_the_place_of_an_output_folder(tmp_path, monkeypatch):
     for path in (Path(), tmp_path / "link", Path("none/..")):
         with pytest.raises(
             InputError,
-            match=r"--output .*: the folder that this command runs in, expected another name",
+            match=r"--output .*: the directory that this command runs in, expected another name",
         ):
             refuse_existing(path, "--output")
 
 
-def test_a_folder_is_made_for_a_name_that_goes_up(tmp_path):
-    path = tmp_path / "new" / "folder" / ".."
+def test_a_directory_is_made_for_a_name_that_goes_up(tmp_path):
+    path = tmp_path / "new" / "directory" / ".."
     create_parent_dir(path, "--output")
-    with atomic_dir(path) as folder:
-        (folder / "a").touch()
+    with atomic_dir(path) as directory:
+        (directory / "a").touch()
     assert names(tmp_path) == ["new"] and names(tmp_path / "new") == ["a"]
 
 
-def test_commands_that_write_into_one_new_folder_do_not_disturb_each_other(tmp_path):
-    def write(folder: Path, number: int) -> None:
-        path = folder / "deep" / f"file{number}"
+def test_commands_that_write_into_one_new_directory_do_not_disturb_each_other(tmp_path):
+    def write(directory: Path, number: int) -> None:
+        path = directory / "deep" / f"file{number}"
         check_output_file(path, "--output")
         with create_parent_with_rollback(path, "--output"):
             atomic_write(path, "text")
@@ -203,7 +203,9 @@ def test_commands_that_write_into_one_new_folder_do_not_disturb_each_other(tmp_p
             assert len(names(tmp_path / f"new{turn}" / "deep")) == 8
 
 
-def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_in_them(tmp_path):
+def test_directories_that_were_created_for_what_failed_are_removed_unless_a_file_is_in_them(
+    tmp_path,
+):
     (tmp_path / "old").mkdir()
     for path in (tmp_path / "a" / "b" / "file", tmp_path / "old" / "c" / "file"):
         with pytest.raises(KeyError), create_parent_with_rollback(path, "--output"):

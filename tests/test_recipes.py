@@ -44,7 +44,7 @@ FROM_SCRATCH = {
         [(3e-7, 3.3e-4, 6e-5), (6e-5,) * 3, (6e-5,) * 3],
     ),
 }
-# The models that the others start from, by the folder in which their recipes look for them.
+# The models that the others start from, by the directory in which their recipes look for them.
 STARTED = {"dapt": "encoder", "bidirlm": "decoder"}
 MODELS = {
     "encoder": ("modernbert", AutoModelForMaskedLM, {"local_attention": 32}),
@@ -117,14 +117,14 @@ def test_every_recipe_has_a_tiny_cut_and_is_tested():
 
 
 @pytest.fixture(scope="module")
-def folder(shared_folder):
+def directory(shared_directory):
     """Build a corpus, imported models and tokenized corpora for the tiny recipes."""
     from megaenc.convert.command import main as convert
     from megaenc.data import demo
     from megaenc.data.preprocess.command import main as preprocess
 
-    def make(folder):
-        shutil.copytree(RECIPES, folder / "configs" / "recipes")
+    def make(directory):
+        shutil.copytree(RECIPES, directory / "configs" / "recipes")
         sources = demo._find_source_files
         few = (
             "python/asyncio",
@@ -139,7 +139,7 @@ def folder(shared_folder):
             "_find_source_files",
             lambda: (source for source in sources() if source[0].startswith(few)),
         ):
-            paths = demo.ensure_demo(folder / "demo")
+            paths = demo.ensure_demo(directory / "demo")
         tokenizer = AutoTokenizer.from_pretrained(paths.tokenizer)
         for kind, (model_type, auto, options) in MODELS.items():
             sizes = dict(
@@ -148,14 +148,14 @@ def folder(shared_folder):
                 num_key_value_heads=2,
                 max_position_embeddings=512,
             )
-            save_model(folder / "hf" / kind, model_type, tokenizer, auto, **(sizes | options))
+            save_model(directory / "hf" / kind, model_type, tokenizer, auto, **(sizes | options))
             convert(
                 [
                     "from-hf",
                     "--input",
-                    str(folder / "hf" / kind),
+                    str(directory / "hf" / kind),
                     "--output",
-                    str(folder / "core" / kind),
+                    str(directory / "core" / kind),
                 ]
             )
         corpora = {
@@ -166,34 +166,40 @@ def folder(shared_folder):
         for name, (text, kind) in corpora.items():
             tokenizer = [
                 "--tokenizer",
-                str(folder / "core" / kind / "tokenizer"),
+                str(directory / "core" / kind / "tokenizer"),
                 "--special-tokens",
                 "template",
             ]
             preprocess(
-                ["--input", str(text), "--output-prefix", str(folder / "data" / name), *tokenizer]
+                [
+                    "--input",
+                    str(text),
+                    "--output-prefix",
+                    str(directory / "data" / name),
+                    *tokenizer,
+                ]
             )
 
-    return shared_folder("recipes", make)
+    return shared_directory("recipes", make)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTED)
-def test_a_recipe_that_starts_from_a_model_plans(name, folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_a_recipe_that_starts_from_a_model_plans(name, directory, monkeypatch):
+    monkeypatch.chdir(directory)
     for recipe, processes in ((name, 1), (name, GPUS_OF_STARTED[name]), (f"tiny/{name}", 1)):
         parse_config(["--config", f"configs/recipes/{recipe}.yaml"], "test").check(processes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
-def test_a_tiny_recipe_goes_from_nothing_to_a_verified_export(name, folder, tmp_path):
+def test_a_tiny_recipe_goes_from_nothing_to_a_verified_export(name, directory, tmp_path):
     """Parts of the demo that mmBERT's blends name are built on the way."""
     save = tmp_path / "run"
     export = tmp_path / "hf"
 
     def run(*words):
-        return runs.script(runs.WORKERS / "in_folder.py", [str(folder), *map(str, words)])
+        return runs.script(runs.WORKERS / "in_directory.py", [str(directory), *map(str, words)])
 
     run("pretrain", "--config", f"configs/recipes/tiny/{name}.yaml", "--save", save)
     run("convert", "to-hf", "--load", save, "--output", export)

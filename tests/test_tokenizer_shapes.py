@@ -71,40 +71,44 @@ def command(main, *words) -> None:
 
 
 @pytest.fixture(scope="module", params=tokenizer_shapes.SHAPES)
-def made(request, shared_folder) -> SimpleNamespace:
+def made(request, shared_directory) -> SimpleNamespace:
     """Make a corpus with the tokenizer's template, a run of ten steps and its export."""
     from megaenc.convert.command import main as convert
     from megaenc.data.preprocess.command import main as preprocess
 
     name = request.param
 
-    def make(folder: Path) -> None:
+    def make(directory: Path) -> None:
         tokenizer = tokenizer_shapes.save(
-            tokenizer_shapes.with_mask(tokenizer_shapes.SHAPES[name]()), folder / "tokenizer"
+            tokenizer_shapes.with_mask(tokenizer_shapes.SHAPES[name]()), directory / "tokenizer"
         )
-        text = runs.write_text(folder / "text.jsonl", 40)
-        files = ["--input", text, "--output-prefix", folder / "corpus", "--tokenizer", tokenizer]
+        text = runs.write_text(directory / "text.jsonl", 40)
+        files = ["--input", text, "--output-prefix", directory / "corpus", "--tokenizer", tokenizer]
         command(preprocess, *files, "--special-tokens", "template", "--workers", 1)
-        data = ["--data-path", folder / "corpus_text_document", "--tokenizer", tokenizer]
-        runs.script(runs.PRETRAIN, [str(word) for word in (*data, *RUN, "--save", folder / "run")])
-        command(convert, "to-hf", "--load", folder / "run", "--output", folder / "hf")
+        data = ["--data-path", directory / "corpus_text_document", "--tokenizer", tokenizer]
+        runs.script(
+            runs.PRETRAIN, [str(word) for word in (*data, *RUN, "--save", directory / "run")]
+        )
+        command(convert, "to-hf", "--load", directory / "run", "--output", directory / "hf")
 
-    folder = shared_folder(f"shape-{name}", make)
-    texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text().splitlines()]
+    directory = shared_directory(f"shape-{name}", make)
+    texts = [
+        json.loads(line)["text"] for line in (directory / "text.jsonl").read_text().splitlines()
+    ]
     return SimpleNamespace(
         name=name,
         texts=texts,
-        text=folder / "text.jsonl",
-        tokenizer=folder / "tokenizer",
-        corpus=str(folder / "corpus_text_document"),
-        hf=folder / "hf",
+        text=directory / "text.jsonl",
+        tokenizer=directory / "tokenizer",
+        corpus=str(directory / "corpus_text_document"),
+        hf=directory / "hf",
     )
 
 
-def load(folder: Path):
+def load(directory: Path):
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(directory)
 
 
 def surround(tokenizer, template: str, *texts: str) -> list[int]:

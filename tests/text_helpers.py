@@ -66,12 +66,12 @@ def write_csv(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def text_folder(folder: Path, texts: dict[str, str]) -> Path:
+def text_directory(directory: Path, texts: dict[str, str]) -> Path:
     """Write a file for each (path, text)."""
     for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    return directory
 
 
 def write_parquet(path: Path, texts: list[str], row_group_size: int = 2) -> Path:
@@ -95,7 +95,7 @@ def parse_blocks(
     )
 
 
-def every_source(folder: Path) -> tuple[list[Path], list[str]]:
+def every_source(directory: Path) -> tuple[list[Path], list[str]]:
     """Write an input of each kind; return the paths and the texts of all.
 
     Kinds are known by suffix or by first bytes.
@@ -104,15 +104,15 @@ def every_source(folder: Path) -> tuple[list[Path], list[str]]:
     from backports import zstd
 
     inside = {"a.txt": "first", "b.md": "second " * 9, "c.text": "third"}
-    mixed = text_folder(folder / "mixed", inside)
+    mixed = text_directory(directory / "mixed", inside)
     write_parquet(mixed / "d.parquet", TEXTS[:2])
-    lines = write_jsonl(folder / "lines", TEXTS)
-    packed_lines = folder / "lines.jsonl.gz"
+    lines = write_jsonl(directory / "lines", TEXTS)
+    packed_lines = directory / "lines.jsonl.gz"
     packed_lines.write_bytes(gzip.compress(lines.read_bytes()))
-    rows = write_csv(folder / "rows.csv.zst", TEXTS)
+    rows = write_csv(directory / "rows.csv.zst", TEXTS)
     rows.write_bytes(zstd.compress(rows.read_bytes()))
-    table = write_parquet(folder / "table", TEXTS)
-    saved = folder / "saved"
+    table = write_parquet(directory / "table", TEXTS)
+    saved = directory / "saved"
     datasets.Dataset.from_dict({"text": ["left out", *TEXTS]}).select(range(1, 6)).save_to_disk(
         saved, num_shards=2
     )
@@ -157,7 +157,7 @@ def text_encoder(
     return TextEncoder(tokenizer, max_length, choose_special_tokens(tokenizer, protocol))
 
 
-def serve_hub(folder: Path, monkeypatch, tables: list[dict]) -> None:
+def serve_hub(directory: Path, monkeypatch, tables: list[dict]) -> None:
     """Replace the Hub by one data set with a Parquet file for each table.
 
     Any name loads it with the real load_dataset.
@@ -166,13 +166,13 @@ def serve_hub(folder: Path, monkeypatch, tables: list[dict]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    (folder / "hub").mkdir()
+    (directory / "hub").mkdir()
     for number, columns in enumerate(tables):
-        pq.write_table(pa.table(columns), folder / "hub" / f"train-{number}.parquet")
+        pq.write_table(pa.table(columns), directory / "hub" / f"train-{number}.parquet")
     real = datasets.load_dataset
     monkeypatch.setattr(
         datasets,
         "load_dataset",
-        lambda name, *rest, **options: real(str(folder / "hub"), *rest, **options),
+        lambda name, *rest, **options: real(str(directory / "hub"), *rest, **options),
     )
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(directory / "cache"))

@@ -416,11 +416,11 @@ def with_mask(made: Shape) -> Shape:
     return tokenizer, config
 
 
-def save(made: Shape, folder: Path, **changes) -> Path:
-    """Write tokenizer.json and, with `changes`, tokenizer_config.json to `folder`."""
+def save(made: Shape, directory: Path, **changes) -> Path:
+    """Write tokenizer.json and, with `changes`, tokenizer_config.json to `directory`."""
     tokenizer, config = made
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
     text = json.dumps(config | changes)
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    return folder
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    return directory

@@ -1,4 +1,4 @@
-"""Convert checkpoints to and from Hugging Face folders, and merge them.
+"""Convert checkpoints to and from Hugging Face directories, and merge them.
 
 The same as `megaenc convert`.
 

@@ -6,7 +6,7 @@
 NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-1}}
 # An image for Apptainer that everything runs in.
 SIF=${SIF-}
-# Folders besides the clone and TMPDIR that the container sees: BIND=/scratch,/data
+# Directories besides the clone and TMPDIR that the container sees: BIND=/scratch,/data
 BIND=${BIND-}
 # Without an image: the virtual environment that ./install.sh has made; VENV= for the megaenc that is in PATH already.
 VENV=${VENV-.venv}
@@ -29,7 +29,7 @@ SAVE_SECONDS=${SAVE_SECONDS:-540}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$SAVE_SECONDS
 # Without it torchrun (PyTorch 2.13) goes on after a loss with the addresses of processes that are gone: docs/faults.md
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# No module is imported from the folder that the job was submitted in.
+# No module is imported from the directory that the job was submitted in.
 export PYTHONSAFEPATH=1
 # Several processes share the cores out by themselves, and torchrun remarks on the variable where it is not set; one has them all.
 if ((NPROC > 1)); then export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}; fi
@@ -80,13 +80,13 @@ meeting=(--nnodes "$MIN_NODES:$SLURM_JOB_NUM_NODES" --rdzv-backend c10d --rdzv-e
 
 # Without flags: the tiny preset on the demo corpus, in steps of two packs of each process.
 if (($# == 0)); then set -- --micro-batch-size 2 --global-batch-size $((2 * NPROC * SLURM_JOB_NUM_NODES)); fi
-# A requeued job keeps its number, so it goes on in the same folder.
+# A requeued job keeps its number, so it goes on in the same directory.
 case " $* " in
   *" --save "* | *" --save="*) ;;
   *) set -- "$@" --save "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" ;;
 esac
 
-# torchrun ends with 1 whatever its processes end with. What they ended with on purpose they leave in its folder of logs.
+# torchrun ends with 1 whatever its processes end with. What they ended with on purpose they leave in its directory of logs.
 notes=$PWD/.jobs/$SLURM_JOB_ID
 rm -rf "$notes"
 mkdir -p "$notes" || exit 2

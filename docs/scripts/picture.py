@@ -24,7 +24,7 @@ THING = "#f6f3e6"
 # (title, lines below it, whether it is a package of the code)
 ROWS = [
     [
-        ("text", ["JSONL, Parquet, files,", "folders, the Hub"], False),
+        ("text", ["JSONL, Parquet, files,", "directories, the Hub"], False),
         ("data", ["megaenc tokenizer", "megaenc preprocess", "packs of equal length"], True),
         ("objectives", ["clm, mlm, mntp, ...", "set by a schedule,", "step by step"], True),
         ("model", ["megatron-core layers;", "loss at predicted", "positions only"], True),
@@ -39,7 +39,7 @@ ROWS = [
     ],
 ]
 # labels of the arrows
-BETWEEN = [["", "packs", "targets", "loss"], ["", "results", "HF folder", ""]]
+BETWEEN = [["", "packs", "targets", "loss"], ["", "results", "HF directory", ""]]
 
 
 def box(column: int, top: int, title: str, lines: list[str], code: bool) -> list[str]:

@@ -1,7 +1,7 @@
 r"""Turn a decoder into an encoder: import, continue pretraining with MLM, export.
 
     python examples/continued_pretraining/continue_pretraining.py --input corpus.jsonl \
-        --output out/llama [--model FOLDER]
+        --output out/llama [--model DIRECTORY]
 
 Prints each command before running it. Without --model, uses a small model of --family with random
 weights. Downloads nothing.
@@ -34,7 +34,7 @@ class ContinuedPretrainingConfig:
     output: str
     """directory for all outputs; must not exist"""
     model: str = ""
-    """Hugging Face folder of the model (default: a small one with random weights)"""
+    """Hugging Face directory of the model (default: a small one with random weights)"""
     family: Literal["llama", "qwen3"] = "llama"
     """architecture of the small model without --model"""
     add_mask_token: bool = False
@@ -119,19 +119,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
 
-def create_model(family: str, text: str, folder: Path) -> Path:
-    """Write a tiny decoder with random weights as a Hugging Face folder.
+def create_model(family: str, text: str, directory: Path) -> Path:
+    """Write a tiny decoder with random weights as a Hugging Face directory.
 
     Its tokenizer is trained on `text`.
 
     Returns:
-        Path of the folder.
+        Path of the directory.
     """
-    run_megaenc("tokenizer", "--input", text, "--vocab-size", 400, "--output", folder)
+    run_megaenc("tokenizer", "--input", text, "--vocab-size", 400, "--output", directory)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     sizes = dict(
         hidden_size=64,
         intermediate_size=160,
@@ -142,8 +142,8 @@ def create_model(family: str, text: str, folder: Path) -> Path:
     ids = dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **sizes, **ids, head_dim=16, max_position_embeddings=512)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
 
 
 def run_megaenc(*words: object) -> None:

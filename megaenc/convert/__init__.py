@@ -1,4 +1,4 @@
-"""Conversion between megatron-core checkpoints and Hugging Face folders.
+"""Conversion between megatron-core checkpoints and Hugging Face directories.
 
 One parameter mapping serves both directions.
 """

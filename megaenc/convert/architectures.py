@@ -203,7 +203,7 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
     """Return transformers' config object for the content of a config.json.
 
     Files of old versions of transformers are read too. The class follows from the family: code in
-    the folder is never run.
+    the directory is never run.
 
     Args:
         values: Content of the config.json.

@@ -20,10 +20,11 @@ from megaenc.processes import exit_on_sigterm
 USAGE = """usage: {prog} DIRECTION [options]
 
 directions:
-  to-hf    convert a run's checkpoint, saved in any layout, to a Hugging Face folder
-  from-hf  convert a Hugging Face folder to a run folder, from which runs in any layout start \
+  to-hf    convert a run's checkpoint, saved in any layout, to a Hugging Face directory
+  from-hf  convert a Hugging Face directory to a run directory, from which runs in any layout start
+  \
 (--init-from)
-  merge    average checkpoints of one or several runs to such a run folder
+  merge    average checkpoints of one or several runs to such a run directory
 
 {prog} to-hf --help shows the options."""
 
@@ -33,9 +34,9 @@ class ToHFConfig:
     """Flags of `megaenc convert to-hf`."""
 
     load: str = ""
-    """run folder (the --save of a pretraining run)"""
+    """run directory (the --save of a pretraining run)"""
     output: str = ""
-    """folder to write; must not exist"""
+    """directory to write; must not exist"""
     architecture: Annotated[
         Literal[
             *(
@@ -60,7 +61,7 @@ class ToHFConfig:
     ckpt_step: NonNegativeInt | None = None
     """step of the checkpoint; the newest unless given, 0 for the initial weights"""
     all: bool = False
-    """export every checkpoint, and step 0, to folders in --output with names such as
+    """export every checkpoint, and step 0, to directories in --output with names such as
     610m-clm-10k-mlm40-42k"""
     dtype: Literal["run", "bf16", "fp32"] = "run"
     """dtype of the weights; run: the run's"""
@@ -81,10 +82,10 @@ class FromHFConfig:
     """Flags of `megaenc convert from-hf`."""
 
     input: str = ""
-    """Hugging Face folder of an EuroBERT, ModernBERT, Ettin, NeoBERT, Llama, Mistral, Qwen2, Qwen3
-    or Gemma 3 text model: config.json, safetensors and tokenizer"""
+    """Hugging Face directory of an EuroBERT, ModernBERT, Ettin, NeoBERT, Llama, Mistral, Qwen2,
+    Qwen3 or Gemma 3 text model: config.json, safetensors and tokenizer"""
     output: str = ""
-    """run folder to write, with the weights as the checkpoint of step 0; must not exist"""
+    """run directory to write, with the weights as the checkpoint of step 0; must not exist"""
     add_mask_token: bool = False
     """add a mask token to a tokenizer with neither a mask token nor reserved tokens; its row is the
     mean of the others"""
@@ -99,10 +100,10 @@ class MergeConfig:
     """Flags of `megaenc convert merge`."""
 
     load: tuple[str, ...] = ()
-    """checkpoints: run folders with steps, as in runs/a@1000,1200 runs/b@1200; the newest
+    """checkpoints: run directories with steps, as in runs/a@1000,1200 runs/b@1200; the newest
     checkpoint of a run without steps"""
     output: str = ""
-    """run folder to write, with the weights as the checkpoint of step 0; must not exist"""
+    """run directory to write, with the weights as the checkpoint of step 0; must not exist"""
     method: Literal["linear", "slerp", "ties"] = "linear"
     """linear: weighted average; slerp: spherical interpolation of two checkpoints, for each tensor;
     ties: average of the largest changes since --base that agree in sign (arXiv 2306.01708)"""
@@ -174,11 +175,11 @@ def _to_hf(options: ToHFConfig) -> None:
         print_rank_0(f"{output / name}: {_describe_proof(output / name)}")
 
 
-def _describe_proof(folder: Path) -> str:
+def _describe_proof(directory: Path) -> str:
     """Return, as text, the class, attention and largest difference of an export."""
     from megaenc.convert.to_hf import CERTIFICATE
 
-    proof = json.loads((folder / CERTIFICATE).read_text(encoding="utf-8"))
+    proof = json.loads((directory / CERTIFICATE).read_text(encoding="utf-8"))
     largest = max(
         number for kernel in proof["largest_difference"].values() for number in kernel.values()
     )
@@ -189,7 +190,7 @@ def _describe_proof(folder: Path) -> str:
 
 
 def _from_hf(options: FromHFConfig) -> None:
-    """Convert a Hugging Face folder, and print the flags that start a run from it."""
+    """Convert a Hugging Face directory, and print the flags that start a run from it."""
     from megaenc.convert.from_hf import from_hf
 
     source, mask = from_hf(
@@ -230,17 +231,18 @@ def _describe_start(output: str) -> str:
 _DIRECTIONS = {
     "to-hf": (
         ToHFConfig,
-        "Write a run's checkpoint and tokenizer as a Hugging Face folder.",
+        "Write a run's checkpoint and tokenizer as a Hugging Face directory.",
         _to_hf,
     ),
     "from-hf": (
         FromHFConfig,
-        "Write a Hugging Face model and its tokenizer as a run folder that other runs start from.",
+        "Write a Hugging Face model and its tokenizer as a run directory that other runs start "
+        "from.",
         _from_hf,
     ),
     "merge": (
         MergeConfig,
-        "Merge checkpoints of one or several runs as a run folder that other runs start from.",
+        "Merge checkpoints of one or several runs as a run directory that other runs start from.",
         _merge,
     ),
 }

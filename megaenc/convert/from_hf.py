@@ -1,6 +1,6 @@
-"""Conversion of a Hugging Face model to a run folder.
+"""Conversion of a Hugging Face model to a run directory.
 
-The folder has a checkpoint of step 0, from which runs start in any layout.
+The directory has a checkpoint of step 0, from which runs start in any layout.
 """
 
 import copy
@@ -50,17 +50,17 @@ _ROWS = 8192  # of the vocabulary's matrices, the largest ones, that are read at
 
 @dataclass(frozen=True)
 class HFSource:
-    """Hugging Face model folder whose config and weights were checked."""
+    """Hugging Face model directory whose config and weights were checked."""
 
-    folder: TrainableHFCheckpoint
+    directory: TrainableHFCheckpoint
     family: ModelFamily
     config: Any  # transformers' config object
-    model: ModelConfig  # `vocab_size`: rows of the folder's embedding
+    model: ModelConfig  # `vocab_size`: rows of the directory's embedding
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the weights: bfloat16 if all are stored in it, else float32."""
-        return torch.bfloat16 if self.folder.dtypes == {"BF16"} else torch.float32
+        return torch.bfloat16 if self.directory.dtypes == {"BF16"} else torch.float32
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -70,29 +70,33 @@ class HFSource:
         empty.
         """
         ends = getattr(self.config, "eos_token_id", None)  # absent in NeoBERT's
-        return self.folder.generation or ({"eos_token_id": ends} if isinstance(ends, list) else {})
+        return self.directory.generation or (
+            {"eos_token_id": ends} if isinstance(ends, list) else {}
+        )
 
     @property
     def config_fields(self) -> dict[str, Any]:
         """Return the fields of config.json that exports keep, without any defaults."""
         return {
-            name: self.folder.config[name] for name in SOURCE_FIELDS if name in self.folder.config
+            name: self.directory.config[name]
+            for name in SOURCE_FIELDS
+            if name in self.directory.config
         }
 
     @property
     def facts(self) -> dict[str, Any]:
         """Return the origin of the weights for run.json, with the SHA-256 of each file."""
-        files = [self.folder.config_file, *self.folder.files]
+        files = [self.directory.config_file, *self.directory.files]
         return {
             "family": self.family.model_type,
-            "name": self.folder.path.resolve().name,
+            "name": self.directory.path.resolve().name,
             "context": self.config.max_position_embeddings,
             "files": {name: entry["sha256"] for name, entry in file_digests(files).items()},
         }
 
 
 def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
-    """Open the Hugging Face folder `path` and check that its files agree.
+    """Open the Hugging Face directory `path` and check that its files agree.
 
     Only weights that must be zero or equal to others are read.
 
@@ -101,19 +105,19 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
 
     Raises:
         InputError: A file, field or tensor, which the message names, is wrong; or `tie` is given
-            though the folder has an output layer.
+            though the directory has an output layer.
     """
-    folder = TrainableHFCheckpoint(path)
-    where = str(folder.config_file)
-    family = find_family(folder.config, where)
-    config = parse_hf_config(folder.config, where)
+    directory = TrainableHFCheckpoint(path)
+    where = str(directory.config_file)
+    family = find_family(directory.config, where)
+    config = parse_hf_config(directory.config, where)
     model = to_model_config(config, family, where)
     embedding, head = vocabulary_names(model, family.model_type)
-    if tie and head in folder.shapes:
+    if tie and head in directory.shapes:
         raise InputError(
             f"--tie-word-embeddings: {path} holds an output layer, `{head}`; leave the flag out"
         )
-    if model.untie_embeddings_and_output_weights and head not in folder.shapes:
+    if model.untie_embeddings_and_output_weights and head not in directory.shapes:
         if not tie:
             raise InputError(
                 f"{path}: no tensor `{head}`: the model was saved without its output layer, "
@@ -130,22 +134,22 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
         ) from None
     if tied:
         shapes.pop(head, None)
-    folder.check(shapes, optional={head} if tied else set())
+    directory.check(shapes, optional={head} if tied else set())
     for name in family.zero_bias_names(model):
-        if folder.tensor(name).any():
+        if directory.tensor(name).any():
             raise InputError(
                 f"{path}: tensor `{name}`: found a bias of attention's output, "
                 "expected none or zeros"
             )
     if (
         tied
-        and head in folder.shapes
-        and not torch.equal(folder.tensor(head), folder.tensor(embedding))
+        and head in directory.shapes
+        and not torch.equal(directory.tensor(head), directory.tensor(embedding))
     ):
         raise InputError(
             f"{where}: field `tie_word_embeddings`: found true, but `{head}` is not `{embedding}`"
         )
-    return HFSource(folder, family, config, model)
+    return HFSource(directory, family, config, model)
 
 
 def read_hf_shapes(config: Any, family: ModelFamily) -> dict[str, tuple[int, ...]]:
@@ -167,9 +171,9 @@ def from_hf(
     tie: bool = False,
     dtype: Literal["source", "bf16", "fp32"] = "source",
 ) -> tuple[HFSource, MaskToken]:
-    """Convert the Hugging Face folder `source` to a new run folder `output`.
+    """Convert the Hugging Face directory `source` to a new run directory `output`.
 
-    The run folder has a checkpoint of step 0 with only the weights, and a config.yaml with the
+    The run directory has a checkpoint of step 0 with only the weights, and a config.yaml with the
     flags of runs that start from it (`--init-from`). Weights are read one by one, so that memory
     holds the model once. A single process calls it, without a process group.
 
@@ -183,7 +187,7 @@ def from_hf(
 
     Raises:
         InputError: Parts do not fit, a weight is NaN or infinite, or the tokenizer has no mask
-            token and does not get one; no folder is left.
+            token and does not get one; no directory is left.
     """
     refuse_existing(output, "--output")
     hf_source = open_hf_source(source, tie=tie)
@@ -195,9 +199,9 @@ def from_hf(
         hf_source.model, vocab_size=max(hf_source.model.vocab_size, mask.id + 1)
     )
     weights = parse_dtype(dtype, "source", hf_source.dtype)
-    with create_parent_with_rollback(output, "--output"), atomic_dir(output) as folder:
+    with create_parent_with_rollback(output, "--output"), atomic_dir(output) as directory:
         origin = hf_source.facts | {"mask_token": dataclasses.asdict(mask)}
-        path = str(hf_source.folder.path.resolve())
+        path = str(hf_source.directory.path.resolve())
         objective = infer_objective(hf_source.config, hf_source.family)
         stage = Ancestor(
             path,
@@ -210,7 +214,7 @@ def from_hf(
             config_fields=hf_source.config_fields,
         )
         vocabulary, identity = write_run_files(
-            folder,
+            directory,
             output,
             tokenizer,
             model,
@@ -230,14 +234,14 @@ def from_hf(
                 model, model.vocab_size, 1, backend.ParallelConfig(), weights, seed=None
             )
             _load_weights(encoder, hf_source, model, mask, vocabulary.size)
-            CheckpointManager(folder / "checkpoints").save_weights(encoder, identity)
+            CheckpointManager(directory / "checkpoints").save_weights(encoder, identity)
         finally:
             backend.destroy_distributed()
     return hf_source, mask
 
 
 def write_run_files(
-    folder: Path,
+    directory: Path,
     output: Path,
     tokenizer: Any,
     model: ModelConfig,
@@ -252,8 +256,8 @@ def write_run_files(
     """Write tokenizer, config.yaml and run.json for weights that no run has trained.
 
     Args:
-        folder: Existing folder to write to.
-        output: The folder's later name.
+        directory: Existing directory to write to.
+        output: The directory's later name.
         tokenizer: Transformers' tokenizer.
         model: Model whose `vocab_size` is set, to the rows of the embedding.
         seq_length: Pack length in tokens for config.yaml, as `dtype` and `objective` are.
@@ -264,8 +268,8 @@ def write_run_files(
     Returns:
         The vocabulary, and the identity of the run.
     """
-    write_tokenizer(tokenizer, folder / TOKENIZER_DIR)
-    vocabulary = read_vocabulary(load_tokenizer(folder / TOKENIZER_DIR))
+    write_tokenizer(tokenizer, directory / TOKENIZER_DIR)
+    vocabulary = read_vocabulary(load_tokenizer(directory / TOKENIZER_DIR))
     config = {name: value for name, value in flags.flatten(model).items() if value is not None}
     config |= {
         "seq_length": seq_length,
@@ -293,8 +297,8 @@ def write_run_files(
     }
     if special_tokens is not None:
         facts["special_tokens"] = special_tokens.to_json()
-    (folder / CONFIG_FILE).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    (folder / RUN_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    (directory / CONFIG_FILE).write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    (directory / RUN_FILE).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     return vocabulary, identity
 
 
@@ -305,7 +309,7 @@ def _is_row_untrained(source: HFSource, row: int) -> bool:
     """
     embedding, _ = vocabulary_names(source.model, source.family.model_type)
     norms = torch.cat(
-        [part.float().norm(dim=1) for part in source.folder.iter_row_chunks(embedding, _ROWS)]
+        [part.float().norm(dim=1) for part in source.directory.iter_row_chunks(embedding, _ROWS)]
     )
     return bool(norms[row] < norms.median() / 100)
 
@@ -324,7 +328,7 @@ def _load_weights(
         parameter = parameters[core]
         if core in VOCABULARY_ROWS:
             done = 0
-            for part in source.folder.iter_row_chunks(*names, _ROWS):
+            for part in source.directory.iter_row_chunks(*names, _ROWS):
                 parameter[done : done + len(part)] = part
                 done += len(part)
             parameter[done:] = 0
@@ -338,5 +342,5 @@ def _load_weights(
                 ) / (ids - 1)
         else:
             parameter.copy_(
-                mapping.to_core(tuple(source.folder.tensor(name) for name in names), model)
+                mapping.to_core(tuple(source.directory.tensor(name) for name in names), model)
             )

@@ -140,7 +140,7 @@ export: {attention}.{_format_loading_class(provenance, attention)}
 
 {_format_texts(provenance, attention)}## Proof
 
-`conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, \
+`conversion.json` holds the SHA-256 of each weight, and how far the numbers of this directory, \
 as {loader} loads it, are
 from those of megatron-core's model.
 """
@@ -182,18 +182,18 @@ def check_license(text: str) -> None:
         )
 
 
-def read_last_metrics(folder: Path, step: int) -> dict[str, dict[str, Any]]:
+def read_last_metrics(directory: Path, step: int) -> dict[str, dict[str, Any]]:
     """Return the last metrics of a run up to `step`, by the data that they are of.
 
     The keys are `training` and `held out, OBJECTIVE`, the values their metrics by name, with
     `step`. Files that are missing or incomplete are left out.
 
     Args:
-        folder: Run folder.
+        directory: Run directory.
     """
-    row = _read_last_row(folder / METRICS_FILE, step)
+    row = _read_last_row(directory / METRICS_FILE, step)
     metrics = {"training": row} if row else {}
-    row = _read_last_row(folder / VALIDATION_FILE, step)
+    row = _read_last_row(directory / VALIDATION_FILE, step)
     objectives = row.get("objectives")
     for name, numbers in objectives.items() if isinstance(objectives, dict) else ():
         if isinstance(numbers, dict):
@@ -261,7 +261,7 @@ def _format_training(provenance: ExportProvenance) -> str:
 def _format_ancestry(provenance: ExportProvenance) -> str:
     """Return the card's sentences about the source model and earlier runs.
 
-    They are named by folder, as paths are private.
+    They are named by directory, as paths are private.
     """
     start = provenance.start
     whose = "weights" if provenance.converted else "first weights"

@@ -15,7 +15,7 @@ from megaenc.training.run_init import Ancestor
 
 
 def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
-    """Return the folder name of the export of `step`.
+    """Return the directory name of the export of `step`.
 
     It is `610m-clm-42k` at the end of a run, and `610m-clm-42k-1000` before it. Steps of the
     schedule include those of the runs that the first weights come from: in
@@ -125,5 +125,5 @@ def _format_step(steps: int) -> str:
 
 
 def _slugify(text: str) -> str:
-    """Return `text` as a folder name of lowercase letters, digits, points and hyphens."""
+    """Return `text` as a name of lowercase letters, digits, points and hyphens."""
     return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("->", "to")).strip("-.") or "model"

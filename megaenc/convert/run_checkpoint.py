@@ -1,4 +1,4 @@
-"""Reader of run folders for exports: model, training history, and weights."""
+"""Reader of run directories for exports: model, training history, and weights."""
 
 import contextlib
 import dataclasses
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A run folder with its model, configuration and records.
+    """A run directory with its model, configuration and records.
 
     Args:
-        folder: Run folder.
+        directory: Run directory.
         model: Model of the last phase.
         vocab_size: Rows of the embedding, without padding for tensor parallelism.
         seq_length: Pack length in tokens, of the last phase.
@@ -44,7 +44,7 @@ class RunCheckpoint:
         facts: Content of run.json.
     """
 
-    folder: Path
+    directory: Path
     model: ModelConfig
     vocab_size: int
     seq_length: int
@@ -104,7 +104,7 @@ class RunCheckpoint:
 
     @property
     def converted(self) -> bool:
-        """Return whether no run has trained the weights of this folder.
+        """Return whether no run has trained the weights of this directory.
 
         They are then a converted Hugging Face model or a merge.
         """
@@ -112,7 +112,7 @@ class RunCheckpoint:
 
     @property
     def merge(self) -> MergeRecord | None:
-        """Return the record of the merge that wrote the folder; None for others."""
+        """Return the record of the merge that wrote the directory; None for others."""
         merge = self.facts.get("source", {}).get("merge")
         return None if merge is None else MergeRecord.parse(merge)
 
@@ -139,7 +139,7 @@ class RunCheckpoint:
             None
             if values is None
             else SpecialTokens.from_json(
-                values, f"{self.folder / RUN_FILE}: field `special_tokens`"
+                values, f"{self.directory / RUN_FILE}: field `special_tokens`"
             )
         )
 
@@ -149,12 +149,12 @@ class RunCheckpoint:
         return self.start.kind == "new" and not self.origin
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Check the vocabulary of the tokenizer in the folder.
+        """Check the vocabulary of the tokenizer in the directory.
 
         Raises:
             InputError: It is not the run's, or too large for the model.
         """
-        where = self.folder / TOKENIZER_DIR
+        where = self.directory / TOKENIZER_DIR
         expected = str(self.identity.get("tokenizer"))
         if vocabulary.fingerprint != expected:
             raise InputError(
@@ -181,7 +181,7 @@ class RunCheckpoint:
             )
         except InputError as error:
             raise InputError(
-                f"--load {self.folder}: its model card cannot be written, "
+                f"--load {self.directory}: its model card cannot be written, "
                 f"as its schedule cannot be read ({error}); install the package of the objective"
             ) from None
 
@@ -193,7 +193,7 @@ class RunCheckpoint:
         Raises:
             InputError: There is no checkpoint, or a file of one is missing or cut short.
         """
-        checkpoints = CheckpointDir(self.folder / "checkpoints")
+        checkpoints = CheckpointDir(self.directory / "checkpoints")
         self.newest_step(checkpoints)
         steps = checkpoints.steps_up_to_tracker()
         for step in steps:
@@ -211,11 +211,11 @@ class RunCheckpoint:
         """
         newest = checkpoints.tracked_step()
         if newest is None:
-            unfinished = any(checkpoints.folder.glob(".iter_*"))
+            unfinished = any(checkpoints.directory.glob(".iter_*"))
             reason = "only an unfinished checkpoint" if unfinished else "no checkpoint yet"
             raise InputError(
-                f"{flag} {self.folder}: {reason}; give the run's command again to continue to its "
-                "next checkpoint"
+                f"{flag} {self.directory}: {reason}; give the run's command again to continue to "
+                "its next checkpoint"
             )
         return newest
 
@@ -239,7 +239,7 @@ class RunCheckpoint:
             from megaenc.model.encoder import build_encoder
             from megaenc.training.checkpoint.loader import CheckpointLoader, load_model_weights
 
-            checkpoints = CheckpointLoader(self.folder / "checkpoints")
+            checkpoints = CheckpointLoader(self.directory / "checkpoints")
             loaded_step = self.newest_step(checkpoints) if step is None else step
             drawn = loaded_step == 0 and self.has_seeded_step_0 and not checkpoints.path(0).exists()
             seed = self.settings.seed if drawn else None
@@ -279,8 +279,8 @@ def report_removal(
         ) from None
 
 
-def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
-    """Open a run folder by its config.yaml and run.json; no checkpoint is read.
+def open_run_checkpoint(directory: Path, flag: str = "--load") -> RunCheckpoint:
+    """Open a run directory by its config.yaml and run.json; no checkpoint is read.
 
     Args:
         flag: Flag that errors name.
@@ -288,30 +288,30 @@ def open_run_checkpoint(folder: Path, flag: str = "--load") -> RunCheckpoint:
     Raises:
         InputError: A file is missing or was changed.
     """
-    if not os.path.isfile(folder / CONFIG_FILE):
+    if not os.path.isfile(directory / CONFIG_FILE):
         raise InputError(
-            f"{flag} {folder}: no {CONFIG_FILE} there, "
-            "expected the folder that a pretraining run got as --save"
+            f"{flag} {directory}: no {CONFIG_FILE} there, "
+            "expected the directory that a pretraining run got as --save"
         )
-    facts, start = _read_facts(folder / RUN_FILE)
-    settings = read_config_file(str(folder / CONFIG_FILE))
+    facts, start = _read_facts(directory / RUN_FILE)
+    settings = read_config_file(str(directory / CONFIG_FILE))
     vocab_size = facts["vocab_size"]
     identity = facts["identity"]
-    _check_config_matches(settings, identity, folder / CONFIG_FILE)
+    _check_config_matches(settings, identity, directory / CONFIG_FILE)
     if settings.shape.parameter_count(vocab_size) != facts["parameters"]:
         expected = f"the rows of a model of {facts['parameters']} parameters"
         raise InputError(
-            f"{folder / RUN_FILE}: field `vocab_size`: found {vocab_size}, expected {expected}"
+            f"{directory / RUN_FILE}: field `vocab_size`: found {vocab_size}, expected {expected}"
         )
     if (configured := settings.shape.vocab_size) not in (None, vocab_size):
         raise InputError(
-            f"{folder / CONFIG_FILE}: field `vocab_size`: found {configured}, "
+            f"{directory / CONFIG_FILE}: field `vocab_size`: found {configured}, "
             f"expected {vocab_size} as in {RUN_FILE}"
         )
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     final = settings.phase_configs[-1].settings
     return RunCheckpoint(
-        folder,
+        directory,
         final.shape,
         vocab_size,
         final.data.seq_length,

@@ -53,19 +53,19 @@ def parse_size(text: str, flag: str) -> int:
 
 
 def write_shards(
-    folder: Path,
+    directory: Path,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int,
 ) -> dict[str, str]:
-    """Write `tensors`, in the order of `shapes`, to safetensors files in `folder`.
+    """Write `tensors`, in the order of `shapes`, to safetensors files in `directory`.
 
     Files have at most `max_bytes`, unless one weight is larger; with several files their index is
     written too.
 
     Args:
-        folder: Existing folder.
+        directory: Existing directory.
         shapes: Shape of each tensor by name.
         dtype: float32 or bfloat16, to which each tensor is cast.
         tensors: Names and tensors; each is needed only until the next one.
@@ -92,7 +92,7 @@ def write_shards(
             }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # aligns the data
-        with open(folder / file, "wb") as stream:
+        with open(directory / file, "wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for name in names:
                 tensor_name, tensor = next(remaining)
@@ -107,7 +107,7 @@ def write_shards(
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}}
         index["weight_map"] = {name: file for file, names in files.items() for name in names}
-        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return digests
 
 

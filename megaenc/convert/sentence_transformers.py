@@ -1,4 +1,4 @@
-"""Files with which sentence-transformers loads a Hugging Face folder.
+"""Files with which sentence-transformers loads a Hugging Face directory.
 
 They define pooling, prompts and cosine similarity.
 """
@@ -16,7 +16,7 @@ _POOLING_FLAGS = ("mean_tokens", "cls_token", "max_tokens", "mean_sqrt_len_token
 
 
 def write_sentence_layout(
-    folder: Path,
+    directory: Path,
     hidden_size: int,
     length: int,
     prompts: Mapping[str, str] | None = None,
@@ -24,16 +24,16 @@ def write_sentence_layout(
     pooling: Literal["mean", "cls", "lasttoken"] = "mean",
     lower_case: bool = False,
 ) -> None:
-    """Write the files with which sentence-transformers loads `folder`, in float32.
+    """Write the files with which sentence-transformers loads `directory`, in float32.
 
     Args:
-        folder: Existing folder, without a folder `1_Pooling`.
+        directory: Existing directory, without a directory `1_Pooling`.
         hidden_size: Width of the embeddings.
         length: Maximum number of tokens of a text.
         prompts: Prefix of a text by the name of its role, such as "query".
         lower_case: Whether texts are put into lower case first.
     """
-    (folder / "1_Pooling").mkdir()
+    (directory / "1_Pooling").mkdir()
     own = {"mean": "mean_tokens", "cls": "cls_token"}.get(pooling, pooling)
     others = {f"pooling_mode_{other}": False for other in _POOLING_FLAGS if other != own}
     encoding = {
@@ -42,16 +42,16 @@ def write_sentence_layout(
         "similarity_fn_name": "cosine",
     }
     pooling = {"word_embedding_dimension": hidden_size, f"pooling_mode_{own}": True} | others
-    write_json(folder / "modules.json", _MODULES)
+    write_json(directory / "modules.json", _MODULES)
     # Of the config, not of the model: a dtype in the user's model_kwargs takes precedence under
     # either of its names.
     dtype = {"config_args": {"dtype": "float32"}}
     write_json(
-        folder / "sentence_bert_config.json",
+        directory / "sentence_bert_config.json",
         {"max_seq_length": length, "do_lower_case": lower_case} | dtype,
     )
-    write_json(folder / "config_sentence_transformers.json", encoding)
-    write_json(folder / "1_Pooling/config.json", pooling)
+    write_json(directory / "config_sentence_transformers.json", encoding)
+    write_json(directory / "1_Pooling/config.json", pooling)
 
 
 def write_json(file: Path, content: Any, indent: int = 2) -> None:

@@ -1,6 +1,6 @@
-"""Export of a run's checkpoint to a verified Hugging Face folder.
+"""Export of a run's checkpoint to a verified Hugging Face directory.
 
-The checkpoint may be saved in any layout; the folder needs no custom code.
+The checkpoint may be saved in any layout; the directory needs no custom code.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ _WRITTEN = [name for name, family in FAMILIES.items() if not family.export_as]
 
 
 def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) -> int:
-    """Export a checkpoint of run `load` to the new folder `output` and verify it.
+    """Export a checkpoint of run `load` to the new directory `output` and verify it.
 
     Writes config.json, safetensors, the tokenizer, a model card (README.md) and the certificate,
     conversion.json. The output at position i predicts token i + `prediction_shift` of config.json.
@@ -70,7 +70,8 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) 
         The step that was exported.
 
     Raises:
-        InputError: A part is missing or the export differs from the run's model; no folder is left.
+        InputError: A part is missing or the export differs from the run's model; no directory is
+            left.
     """
     refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
@@ -78,20 +79,20 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) 
         step = run.newest_step(CheckpointDir(load / "checkpoints"))
     exporter = Exporter(run.at_step(step), **options)
     create_parent_dir(output, "--output")
-    with atomic_dir(output) as folder:
-        step = exporter.write(folder, output.resolve().name, step)
+    with atomic_dir(output) as directory:
+        step = exporter.write(directory, output.resolve().name, step)
     exporter.report_changed_fields()
     return step
 
 
 def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
-    """Export all checkpoints of run `load` to folders in `output`.
+    """Export all checkpoints of run `load` to directories in `output`.
 
-    Step 0 is exported too if its weights follow from the seed. All folders are written or none.
+    Step 0 is exported too if its weights follow from the seed. All directories are written or none.
     Options and errors are those of `to_hf`.
 
     Returns:
-        The folder names (see `export_name`) in the order of steps.
+        The directory names (see `export_name`) in the order of steps.
     """
     refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
@@ -102,10 +103,10 @@ def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
     }
     names = [export_name(run, exporters[steps[0]].schedule, step) for step in steps]
     create_parent_dir(output, "--output")
-    with atomic_dir(output) as folder:
+    with atomic_dir(output) as directory:
         for name, step in zip(names, steps, strict=True):
-            (folder / name).mkdir()
-            exporters.get(step, exporters[steps[0]]).write(folder / name, name, step)
+            (directory / name).mkdir()
+            exporters.get(step, exporters[steps[0]]).write(directory / name, name, step)
     exporters[steps[0]].report_changed_fields()
     return names
 
@@ -143,7 +144,7 @@ def select_export_family(
 
 
 class Exporter:
-    """Exporter of a run's checkpoints to Hugging Face folders.
+    """Exporter of a run's checkpoints to Hugging Face directories.
 
     It holds what all exports share: family, tokenizer, config and schedule.
     """
@@ -180,7 +181,7 @@ class Exporter:
         check_license(license)
         self.dtype = parse_dtype(dtype, "run", run.dtype)
         self.family, self.attention = select_export_family(architecture, run)
-        self.tokenizer = load_tokenizer(run.folder / TOKENIZER_DIR, "--load")
+        self.tokenizer = load_tokenizer(run.directory / TOKENIZER_DIR, "--load")
         vocabulary = read_vocabulary(self.tokenizer)
         run.check_vocabulary(vocabulary)
         self.tokenizer.model_max_length = run.seq_length
@@ -207,35 +208,35 @@ class Exporter:
                 self.special_tokens = dataclasses.replace(self.special_tokens, after=())
             self.tokenizer = set_special_tokens(self.tokenizer, self.special_tokens)
 
-    def write(self, folder: Path, name: str, step: int | None) -> int:
-        """Write and verify the export of one step in `folder`, and return the step.
+    def write(self, directory: Path, name: str, step: int | None) -> int:
+        """Write and verify the export of one step in `directory`, and return the step.
 
         Args:
-            folder: Existing empty folder.
+            directory: Existing empty directory.
             name: Name of the model in its card.
             step: Step of the checkpoint; None: the newest.
 
         Raises:
             InputError: The checkpoint is unusable, its output layer does not fit, or the export
-                differs from the run's model; `folder` then has files of it.
+                differs from the run's model; `directory` then has files of it.
         """
         run = self.run
         probe = ProbeBatch.build(run.vocab_size, run.context, run.model.window_size)
-        tokens = self._write_tokenizer(folder)
+        tokens = self._write_tokenizer(directory)
         with run.load_encoder(step, len(probe.documents[0])) as (step, encoder):
             provenance = self._provenance(step)
             objective = provenance.select_objective(self.attention)
             if objective.classes and not self.encoder_only:
                 raise InputError(
-                    f"step {provenance.step} of {self.run.folder}: "
+                    f"step {provenance.step} of {self.run.directory}: "
                     f"trained last on {objective.describe()}, whose output layer "
                     f"predicts {objective.classes} classes and no tokens; expected --encoder-only, "
                     "which leaves it out"
                 )
             self.config.prediction_shift = objective.shift
-            save_hf_config(self.config, folder)
+            save_hf_config(self.config, directory)
             if self.attention == Attention.CAUSAL and run.generation:
-                write_json(folder / GENERATION, run.generation)
+                write_json(directory / GENERATION, run.generation)
             for parameter in encoder.parameters():  # one by one, so that memory holds them once
                 parameter.data = parameter.data.to(self.dtype)
             parameters = dict(encoder.named_parameters())
@@ -246,33 +247,33 @@ class Exporter:
             }
             shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors(empty)}
             digests = write_shards(
-                folder, shapes, self.dtype, self._tensors(parameters), self.max_shard_bytes
+                directory, shapes, self.dtype, self._tensors(parameters), self.max_shard_bytes
             )
             expected = compute_core_outputs(encoder, probe, self.attention, self.encoder_only)
             del encoder, parameters  # before verification loads another model
-        (folder / "README.md").write_text(
+        (directory / "README.md").write_text(
             build_model_card(name, provenance, self.attention), encoding="utf-8"
         )
         if self.sentences:
-            write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
+            write_sentence_layout(directory, run.model.hidden_size, run.seq_length)
         try:
             proof = verify_export(
-                folder, probe, expected, self.attention, digests, run.model.layer_windows
+                directory, probe, expected, self.attention, digests, run.model.layer_windows
             )
         except InputError as error:
             raise InputError(
-                f"step {step} of {run.folder}: the export is not the model: {error}; "
+                f"step {step} of {run.directory}: the export is not the model: {error}; "
                 "nothing is written"
             ) from None
         origin = {
             "megaenc": __version__,
-            "run": run.folder.resolve().name,
+            "run": run.directory.resolve().name,
             "step": step,
             "family": self.family.model_type,
             "identity": identity_digest(run.identity),
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-        write_json(folder / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
+        write_json(directory / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
         return step
 
     def report_changed_fields(self) -> None:
@@ -296,14 +297,14 @@ class Exporter:
             + (f"expected --as {' or '.join(able)}" if able else "expected zeros")
         )
 
-    def _write_tokenizer(self, folder: Path) -> dict[str, Any]:
+    def _write_tokenizer(self, directory: Path) -> dict[str, Any]:
         """Write the tokenizer, verify it, and return its entry of conversion.json."""
         # The config influences the class with which transformers loads the tokenizer.
-        save_hf_config(self.config, folder)
-        write_tokenizer(self.tokenizer, folder)
+        save_hf_config(self.config, directory)
+        write_tokenizer(self.tokenizer, directory)
         try:
             proof = verify_tokenizer(
-                folder, self.tokenizer, self.config.model_type, self.special_tokens
+                directory, self.tokenizer, self.config.model_type, self.special_tokens
             )
         except InputError as error:
             family = self.config.model_type
@@ -331,7 +332,7 @@ class Exporter:
             parameters=run.model.parameter_count(run.vocab_size),
             data=str(run.identity.get("data", "")),
             tokenizer=str(run.identity.get("tokenizer", "")),
-            metrics=read_last_metrics(run.folder, step),
+            metrics=read_last_metrics(run.directory, step),
             license=self.license,
             sentences=self.sentences,
             architecture=self.config.architectures[0],

@@ -38,8 +38,8 @@ _RESERVED_TOKEN = re.compile(
 )
 
 
-def read_tokenizer(folder: Path, rows: int) -> Any:
-    """Return the tokenizer of a Hugging Face folder without running code in it.
+def read_tokenizer(directory: Path, rows: int) -> Any:
+    """Return the tokenizer of a Hugging Face directory without running code in it.
 
     Args:
         rows: Rows of the model's embedding.
@@ -47,24 +47,25 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
     Raises:
         InputError: The tokenizer is missing or has more ids than `rows`.
     """
-    if not (folder / FILE).is_file():
+    if not (directory / FILE).is_file():
         raise InputError(
-            f"--input {folder}: the folder holds no {FILE}; expected a Hugging Face fast tokenizer"
+            f"--input {directory}: the directory holds no {FILE}; expected a Hugging Face fast "
+            "tokenizer"
         )
-    config = read_json_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    config = read_json_object(directory / CONFIG) if (directory / CONFIG).exists() else {}
     config.pop("auto_map", None)
     with tempfile.TemporaryDirectory() as name:
         copy = Path(name)  # without config.json, which can name a class too
         for file in {
-            folder / FILE,
-            *(file for pattern in _EXTRA_FILES for file in folder.glob(pattern)),
+            directory / FILE,
+            *(file for pattern in _EXTRA_FILES for file in directory.glob(pattern)),
         }:
             if file.is_file():
                 shutil.copy(file, copy)
         try:
             tokenizer = _load_with_config(copy, config | {"tokenizer_class": _GENERIC_CLASS})
         except InputError as error:
-            raise InputError(str(error).replace(str(copy), str(folder))) from None
+            raise InputError(str(error).replace(str(copy), str(directory))) from None
         named = None
         if config.get("tokenizer_class") not in _GENERIC_CLASSES:
             with contextlib.suppress(InputError):
@@ -74,25 +75,25 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
         return tokenizer
     from tokenizers import Tokenizer
 
-    known = Tokenizer.from_file(str(folder / FILE)).get_vocab(with_added_tokens=True)
+    known = Tokenizer.from_file(str(directory / FILE)).get_vocab(with_added_tokens=True)
     # Some classes define roles that the files lack: GPT-2's ends a text with <|endoftext|>.
     for role in ROLES:
         token = getattr(named, role, None)
         if getattr(tokenizer, role) is None and token in known:
             setattr(tokenizer, role, token)
     if ids > rows:
-        _raise_too_many_ids(folder, tokenizer, known, rows, ids)
+        _raise_too_many_ids(directory, tokenizer, known, rows, ids)
     return tokenizer
 
 
-def _load_with_config(folder: Path, config: dict[str, Any]) -> Any:
-    """Write `config` as the tokenizer_config.json of `folder` and load the tokenizer."""
-    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-    return load_tokenizer(folder, "--input")
+def _load_with_config(directory: Path, config: dict[str, Any]) -> Any:
+    """Write `config` as `directory`'s tokenizer_config.json and load the tokenizer."""
+    (directory / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    return load_tokenizer(directory, "--input")
 
 
 def _raise_too_many_ids(
-    folder: Path, tokenizer: Any, known: dict[str, int], rows: int, ids: int
+    directory: Path, tokenizer: Any, known: dict[str, int], rows: int, ids: int
 ) -> None:
     """Raise InputError for a tokenizer with more `ids` than the model has `rows`.
 
@@ -102,11 +103,11 @@ def _raise_too_many_ids(
         token = getattr(tokenizer, role)
         if token is not None and token not in known:
             raise InputError(
-                f"{folder / CONFIG}: field `{role}`: found {token!r}, expected a token of {FILE}: "
-                f"the model's {rows} rows leave none for another"
+                f"{directory / CONFIG}: field `{role}`: found {token!r}, expected a token of "
+                f"{FILE}: the model's {rows} rows leave none for another"
             )
     raise InputError(
-        f"{folder / 'config.json'}: field `vocab_size`: found {rows}, "
+        f"{directory / 'config.json'}: field `vocab_size`: found {rows}, "
         f"expected at least the tokenizer's {ids} ids"
     )
 
@@ -190,16 +191,16 @@ def _find_reserved_token(tokenizer: Any) -> str | None:
     return min(tokens, key=lambda token: ("mask" not in token.lower(), tokens[token]), default=None)
 
 
-def write_tokenizer(tokenizer: Any, folder: Path, **options: Any) -> None:
-    """Write tokenizer.json and tokenizer_config.json to `folder`.
+def write_tokenizer(tokenizer: Any, directory: Path, **options: Any) -> None:
+    """Write tokenizer.json and tokenizer_config.json to `directory`.
 
     The config names the class that uses tokenizer.json unchanged.
 
     Args:
         options: Further fields of tokenizer_config.json.
     """
-    tokenizer.save_pretrained(folder)
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    tokenizer.save_pretrained(directory)
+    config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     # The first two are options of loading. With the others transformers replaces the template of
     # tokenizer.json.
     for name in ("is_local", "local_files_only", "add_bos_token", "add_eos_token"):
@@ -209,7 +210,7 @@ def write_tokenizer(tokenizer: Any, folder: Path, **options: Any) -> None:
         config[role] = None if token is None else str(token)
     config |= {"tokenizer_class": _GENERIC_CLASS, **options}
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
-    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+    (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
@@ -229,7 +230,7 @@ def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
 
 
 def verify_tokenizer(
-    folder: Path, trained: Any, model_type: str, special_tokens: SpecialTokens | None = None
+    directory: Path, trained: Any, model_type: str, special_tokens: SpecialTokens | None = None
 ) -> dict[str, Any]:
     """Check that the tokenizer of an export encodes as the one of training.
 
@@ -247,7 +248,7 @@ def verify_tokenizer(
     Raises:
         InputError: The tokenizers differ; the message names the first difference.
     """
-    loaded = load_tokenizer(folder)
+    loaded = load_tokenizer(directory)
     kind = type(loaded).__name__
     texts = [*PROBES, *(f" {text}" for text in PROBES)]
     for token in trained.added_tokens_decoder.values():

@@ -100,7 +100,7 @@ def compute_core_outputs(
 
 
 def verify_export(
-    folder: Path,
+    directory: Path,
     probe: ProbeBatch,
     expected: ProbeOutputs,
     attention: Attention,
@@ -109,7 +109,7 @@ def verify_export(
 ) -> dict[str, Any]:
     """Check the weights, outputs and attention mask of an export.
 
-    transformers loads the folder, and computes on this process's device.
+    transformers loads the directory, and computes on this process's device.
 
     Args:
         expected: Outputs of megatron-core.
@@ -124,7 +124,7 @@ def verify_export(
     """
     from megaenc.backend.device import detect_backend
 
-    model, architecture = _load_export(folder)
+    model, architecture = _load_export(directory)
     _check_windows(model.config, windows, attention)
     state = model.state_dict()
     for name, digest in digests.items():
@@ -163,7 +163,7 @@ class _VerificationError(InputError):
     """An export that differs from the run's model."""
 
 
-def _load_export(folder: Path) -> tuple[Any, str]:
+def _load_export(directory: Path) -> tuple[Any, str]:
     """Load the model of an export with the class of its config.
 
     Returns:
@@ -173,11 +173,11 @@ def _load_export(folder: Path) -> tuple[Any, str]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(directory)
     (architecture,) = config.architectures
     model_class = find_model_class(architecture)
     model, report = model_class.from_pretrained(
-        folder, attn_implementation="eager", output_loading_info=True
+        directory, attn_implementation="eager", output_loading_info=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[kind]:

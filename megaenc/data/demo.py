@@ -37,7 +37,7 @@ _PACKAGE_NAMES = """
 """
 _PACKAGES = _PACKAGE_NAMES.split()
 # Tests hold little prose; vendored copies belong to other packages.
-_EXCLUDED_FOLDERS = {
+_EXCLUDED_DIRECTORIES = {
     "test",
     "tests",
     "testing",
@@ -105,10 +105,13 @@ class DemoPaths:
     `ensure_demo`."""
 
     @classmethod
-    def in_folder(cls, folder: Path) -> "DemoPaths":
-        """Return the fixed paths of a demo in `folder`, without looking for the files."""
+    def in_directory(cls, directory: Path) -> "DemoPaths":
+        """Return the fixed paths of a demo in `directory`, without looking for the files."""
         return cls(
-            folder / CORPUS, folder / HELDOUT, folder / "tokenizer", folder / "corpus_text_document"
+            directory / CORPUS,
+            directory / HELDOUT,
+            directory / "tokenizer",
+            directory / "corpus_text_document",
         )
 
     def part_prefix(self, part: str) -> Path:
@@ -121,15 +124,15 @@ class DemoPaths:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Flag of `megaenc demo`: `output`, the folder for the demo corpus."""
+    """Flag of `megaenc demo`: `output`, the directory for the demo corpus."""
 
     output: str = "demo"
-    """Folder for corpus.jsonl and heldout.jsonl. An existing demo corpus is kept; other files of
+    """Directory for corpus.jsonl and heldout.jsonl. An existing demo corpus is kept; other files of
     these names are refused."""
 
 
-def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPaths:
-    """Write the demo corpus into `folder` unless it exists, and return its paths.
+def build_demo_corpus(directory: str | Path, flag: str = "demo directory") -> DemoPaths:
+    """Write the demo corpus into `directory` unless it exists, and return its paths.
 
     Each source file of the installed packages gives one document, the prose of its docstrings, with
     the id `package/path`, in sorted order; one in fifty, chosen by a hash of its id, goes into
@@ -137,22 +140,22 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPath
     files. Concurrent processes wait for the first.
 
     Args:
-        flag: Source of `folder`, for errors.
+        flag: Source of `directory`, for errors.
 
     Raises:
         InputError: A file of these names is not a demo's; nothing has been written.
     """
-    folder = Path(folder)
-    if built := find_demo_corpus(folder):
+    directory = Path(directory)
+    if built := find_demo_corpus(directory):
         return built
-    create_parent_dir(folder / CORPUS, flag)
-    with wait_for_lock(folder / LOCK):
-        if built := find_demo_corpus(folder):  # another process may have built it meanwhile
+    create_parent_dir(directory / CORPUS, flag)
+    with wait_for_lock(directory / LOCK):
+        if built := find_demo_corpus(directory):  # another process may have built it meanwhile
             return built
         # Renamed in this order: no file exists without its record, and the corpus only with the
         # held-out documents.
-        targets = [folder / name for name in (RECORD, HELDOUT, CORPUS)]
-        with atomic_files(*targets, before_rename=lambda: find_demo_corpus(folder)) as (
+        targets = [directory / name for name in (RECORD, HELDOUT, CORPUS)]
+        with atomic_files(*targets, before_rename=lambda: find_demo_corpus(directory)) as (
             record,
             heldout,
             corpus,
@@ -167,13 +170,13 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoPath
             facts = {"generator": "megaenc demo", "version": megaenc.__version__}
             facts["sha256"] = {HELDOUT: compute_sha256(heldout), CORPUS: compute_sha256(corpus)}
             record.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    size = sum((folder / name).stat().st_size for name in (HELDOUT, CORPUS)) / 1e6
-    print_rank_0(f"{folder / CORPUS}: {size:.1f} MB of English from the installed packages")
-    return DemoPaths.in_folder(folder)
+    size = sum((directory / name).stat().st_size for name in (HELDOUT, CORPUS)) / 1e6
+    print_rank_0(f"{directory / CORPUS}: {size:.1f} MB of English from the installed packages")
+    return DemoPaths.in_directory(directory)
 
 
-def find_demo_corpus(folder: Path) -> DemoPaths | None:
-    """Return the demo's paths in `folder`, or None if a JSONL file of it is missing.
+def find_demo_corpus(directory: Path) -> DemoPaths | None:
+    """Return the demo's paths in `directory`, or None if a JSONL file is missing.
 
     The tokenizer and the preprocessed corpus may be missing.
 
@@ -182,11 +185,11 @@ def find_demo_corpus(folder: Path) -> DemoPaths | None:
             it or is not listed there.
     """
     # Listed before the record is read: a concurrent build writes the record first.
-    present = [path for path in (folder / HELDOUT, folder / CORPUS) if os.path.lexists(path)]
-    record = folder / RECORD
+    present = [path for path in (directory / HELDOUT, directory / CORPUS) if os.path.lexists(path)]
+    record = directory / RECORD
     hashes = {}
     if os.path.lexists(record):
-        expected = "the record of a demo corpus; move the file or name another folder"
+        expected = "the record of a demo corpus; move the file or name another directory"
         content = read_json_object(record, expected)
         hashes = content.get("sha256")
         if content.get("generator") != "megaenc demo" or not isinstance(hashes, dict):
@@ -205,19 +208,19 @@ def find_demo_corpus(folder: Path) -> DemoPaths | None:
             reason = f"found a file that {reason} in {RECORD}"
             raise InputError(
                 f"{path}: {reason}; expected no file, or the demo's own; "
-                "move the file or name another folder"
+                "move the file or name another directory"
             )
-    return DemoPaths.in_folder(folder) if len(present) == 2 else None
+    return DemoPaths.in_directory(directory) if len(present) == 2 else None
 
 
-def read_demo_documents(folder: Path) -> Iterable[tuple[str, str]]:
+def read_demo_documents(directory: Path) -> Iterable[tuple[str, str]]:
     """Return (id, text) of the demo documents that are not held out.
 
-    They are a list from `folder`, or an iterator that reads the installed packages if it has no
+    They are a list from `directory`, or an iterator that reads the installed packages if it has no
     valid corpus.
     """
     with contextlib.suppress(InputError):  # foreign files
-        if built := find_demo_corpus(folder):
+        if built := find_demo_corpus(directory):
             with open(built.corpus, encoding="utf-8") as stream:
                 return [(record["id"], record["text"]) for record in map(json.loads, stream)]
     return (
@@ -236,13 +239,15 @@ def is_held_out(document_id: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
-def find_demo_parts(prefixes: Iterable[str], folder: str | Path = "demo") -> tuple[str, ...] | None:
+def find_demo_parts(
+    prefixes: Iterable[str], directory: str | Path = "demo"
+) -> tuple[str, ...] | None:
     """Return those of PARTS that `prefixes`, or patterns of prefixes, name, sorted.
 
-    The whole corpus is no part. None if one of them names no corpus of the demo in `folder`, where
-    the files may be missing.
+    The whole corpus is no part. None if one of them names no corpus of the demo in `directory`,
+    where the files may be missing.
     """
-    demo = DemoPaths.in_folder(Path(folder))
+    demo = DemoPaths.in_directory(Path(directory))
     parts = {demo.data_prefix: "", **{demo.part_prefix(part): part for part in PARTS}}
     named: set[str] = set()
     for prefix in prefixes:
@@ -259,7 +264,7 @@ def find_demo_parts(prefixes: Iterable[str], folder: str | Path = "demo") -> tup
 
 
 def ensure_demo(
-    folder: str | Path = "demo", vocab_size: int = 8192, parts: Sequence[str] = ()
+    directory: str | Path = "demo", vocab_size: int = 8192, parts: Sequence[str] = ()
 ) -> DemoPaths:
     """Build what a demo lacks of text, tokenizer and corpora, and return its paths.
 
@@ -277,16 +282,16 @@ def ensure_demo(
     from megaenc.data.preprocess.command import PreprocessConfig, preprocess
     from megaenc.data.tokenizer.train_command import TrainTokenizerConfig, train_and_save_tokenizer
 
-    folder = Path(folder)
-    demo = DemoPaths.in_folder(folder)
+    directory = Path(directory)
+    demo = DemoPaths.in_directory(directory)
     last_file = Path(f"{demo.data_prefix}.idx")  # renamed last of the three files
-    if find_demo_corpus(folder) is None:  # refuses foreign files before anything is written
+    if find_demo_corpus(directory) is None:  # refuses foreign files before anything is written
         for path in (demo.tokenizer, last_file):
             if os.path.lexists(path):
                 raise InputError(
                     f"{path}: found a file that `megaenc demo` did not make, "
                     "for its corpus is missing; expected no file; "
-                    "move the file or name another folder"
+                    "move the file or name another directory"
                 )
     if get_local_rank():  # only the first process of each machine builds
         while not all(
@@ -294,8 +299,8 @@ def ensure_demo(
             for prefix in (demo.data_prefix, *map(demo.part_prefix, parts))
         ):
             time.sleep(0.2)
-    build_demo_corpus(folder)
-    with wait_for_lock(folder / LOCK):
+    build_demo_corpus(directory)
+    with wait_for_lock(directory / LOCK):
         if not demo.tokenizer.exists():
             train_and_save_tokenizer(
                 TrainTokenizerConfig(
@@ -306,14 +311,14 @@ def ensure_demo(
             preprocess(
                 PreprocessConfig(
                     (str(demo.corpus),),
-                    str(folder / "corpus"),
+                    str(directory / "corpus"),
                     str(demo.tokenizer),
                     append_eod=True,
                 )
             )
         for part in parts:
             if not Path(f"{demo.part_prefix(part)}.idx").exists():
-                with tempfile.TemporaryDirectory(prefix=".", dir=folder) as temporary:
+                with tempfile.TemporaryDirectory(prefix=".", dir=directory) as temporary:
                     text = Path(temporary) / f"{part}.jsonl"
                     with (
                         open(demo.corpus, encoding="utf-8") as lines,
@@ -324,14 +329,17 @@ def ensure_demo(
                                 of_part.write(line)
                     preprocess(
                         PreprocessConfig(
-                            (str(text),), str(folder / part), str(demo.tokenizer), append_eod=True
+                            (str(text),),
+                            str(directory / part),
+                            str(demo.tokenizer),
+                            append_eod=True,
                         )
                     )
         vocabulary_size = read_corpus_metadata(demo.data_prefix).vocab_size
         if vocabulary_size != vocab_size:
             raise InputError(
-                f"{folder}: holds a demo of {vocabulary_size} token ids, expected {vocab_size}; "
-                "remove it or name another folder"
+                f"{directory}: holds a demo of {vocabulary_size} token ids, expected {vocab_size}; "
+                "remove it or name another directory"
             )
     return demo
 
@@ -341,12 +349,14 @@ def _find_source_files() -> Iterator[tuple[str, str]]:
     roots = [("python", sysconfig.get_path("stdlib"))]
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
-        roots += [(package, folder) for folder in (spec and spec.submodule_search_locations) or ()]
-    for package, folder in roots:
-        for path in Path(folder).rglob("*.py"):
-            inner = path.relative_to(folder)
+        roots += [
+            (package, directory) for directory in (spec and spec.submodule_search_locations) or ()
+        ]
+    for package, directory in roots:
+        for path in Path(directory).rglob("*.py"):
+            inner = path.relative_to(directory)
             if (
-                not _EXCLUDED_FOLDERS.intersection(inner.parts)
+                not _EXCLUDED_DIRECTORIES.intersection(inner.parts)
                 and path.is_file()
                 and os.access(path, os.R_OK)
             ):

@@ -71,7 +71,7 @@ CHECKS = (
     Check(
         "disk",
         "shared by ranks",
-        "megaenc.doctor.cross_rank:check_shared_folder",
+        "megaenc.doctor.cross_rank:check_shared_directory",
         "ranks",
         requires="meeting",
     ),

@@ -1,4 +1,4 @@
-"""Checks across ranks (rendezvous, shared folder) and the exchange of findings."""
+"""Checks across ranks (rendezvous, shared directory) and the exchange of findings."""
 
 import fcntl
 import functools
@@ -82,7 +82,7 @@ def _all_gather(value: Any) -> list[Any]:
     return values
 
 
-def check_shared_folder(context: CheckContext) -> list[Finding]:
+def check_shared_directory(context: CheckContext) -> list[Finding]:
     """Check that all ranks see rank 0's file in --save and its lock.
 
     All ranks call it together. There is no finding on other ranks, for one rank, or if --save is
@@ -91,20 +91,20 @@ def check_shared_folder(context: CheckContext) -> list[Finding]:
     if get_world_size() == 1:
         return []
     join_group(context.timeout)
-    folder = nearest_existing_dir(Path(context.save))
+    directory = nearest_existing_dir(Path(context.save))
     with ExitStack() as stack:
         name = ""
         if not get_rank():
-            with suppress(OSError):  # another check reports a folder that is not writable
+            with suppress(OSError):  # another check reports a directory that is not writable
                 file = stack.enter_context(
-                    NamedTemporaryFile(prefix=".megaenc-doctor-", dir=folder)
+                    NamedTemporaryFile(prefix=".megaenc-doctor-", dir=directory)
                 )
                 name = Path(file.name).name
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         name = _all_gather(name)[0]
         is_observer = get_rank() and name
         # Rank 0 holds the lock until all have answered.
-        observations = _all_gather(observe_lock_file(folder / name) if is_observer else "")
+        observations = _all_gather(observe_lock_file(directory / name) if is_observer else "")
     return [] if get_rank() or not name else [assess_sharing(observations)]
 
 
@@ -142,8 +142,8 @@ def assess_sharing(observations: list[str]) -> Finding:
     unlocked = [rank for rank, observation in enumerate(observations) if observation == "unlocked"]
     if missing:
         advice = (
-            "checkpoints are written by all ranks into one folder: give --save one that all nodes "
-            "see"
+            "checkpoints are written by all ranks into one directory: give --save one that all "
+            "nodes see"
         )
         return problem(
             "shared by ranks",
@@ -152,15 +152,15 @@ def assess_sharing(observations: list[str]) -> Finding:
         )
     if unlocked:
         advice = (
-            "two commands on different nodes could train in one folder: start one only, or mount "
-            "it with locks across nodes"
+            "two commands on different nodes could train in one directory: start one only, or "
+            "mount it with locks across nodes"
         )
         return note(
             "shared by ranks",
             f"a lock of rank 0 does not hold on rank {format_ranks(unlocked)}",
             advice,
         )
-    return ok("shared by ranks", "one folder for all ranks, with locks across ranks")
+    return ok("shared by ranks", "one directory for all ranks, with locks across ranks")
 
 
 def format_ranks(ranks: list[int]) -> str:

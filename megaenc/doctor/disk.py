@@ -26,13 +26,13 @@ _VOLATILE = {
 """Risk by file system type."""
 
 
-def nearest_existing_dir(folder: Path) -> Path:
-    """Return the real path of `folder`, or of its nearest parent that exists.
+def nearest_existing_dir(directory: Path) -> Path:
+    """Return the real path of `directory`, or of its nearest parent that exists.
 
-    A folder that this user cannot see counts as missing.
+    A directory that this user cannot see counts as missing.
     """
-    folder = Path(os.path.realpath(folder))
-    return next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    directory = Path(os.path.realpath(directory))
+    return next(place for place in (directory, *directory.parents) if os.path.exists(place))
 
 
 def check_disk_space(context: CheckContext) -> list[Finding]:
@@ -41,18 +41,18 @@ def check_disk_space(context: CheckContext) -> list[Finding]:
     Findings are notes, with advice if the type is volatile, space is below 40 GiB or inodes are
     few.
     """
-    folder = nearest_existing_dir(Path(context.save))
-    about = os.statvfs(folder)
-    kind = file_system_type(folder, context.root)
+    directory = nearest_existing_dir(Path(context.save))
+    about = os.statvfs(directory)
+    kind = file_system_type(directory, context.root)
     free = about.f_frsize * about.f_bavail
-    volatile_advice = f"files there are in {_VOLATILE.get(kind)}: give --save a folder on a disk"
+    volatile_advice = f"files there are in {_VOLATILE.get(kind)}: give --save a directory on a disk"
     space_advice = (
         "a checkpoint of the 1B model takes 20 GB, one of the 210M model 3 GB: --keep-last limits "
         "their number"
     )
     text = f"{free / GIB:,.1f} GiB free of {about.f_frsize * about.f_blocks / GIB:,.1f}"
     findings = [
-        note("folder", f"{folder}, on {kind}", volatile_advice if kind in _VOLATILE else ""),
+        note("directory", f"{directory}, on {kind}", volatile_advice if kind in _VOLATILE else ""),
         note("space", text, space_advice if free < _MIN_FREE_BYTES else ""),
     ]
     if about.f_files and about.f_favail < 10_000:
@@ -64,18 +64,20 @@ def check_disk_space(context: CheckContext) -> list[Finding]:
 def check_temp_space(context: CheckContext) -> list[Finding]:
     """Check the space for temporary files.
 
-    It is a note below 1 GiB, and a problem if no folder is writable.
+    It is a note below 1 GiB, and a problem if no directory is writable.
     """
     name = "temporary files"
-    advice = "free space there, or export TMPDIR=FOLDER"
+    advice = "free space there, or export TMPDIR=DIRECTORY"
     try:
-        folder = gettempdir()
+        directory = gettempdir()
     except OSError:
-        return [problem(name, "no writable folder for them", advice)]
-    free = shutil.disk_usage(folder).free
+        return [problem(name, "no writable directory for them", advice)]
+    free = shutil.disk_usage(directory).free
     return [
         note(
-            name, f"{folder}, {free / GIB:,.1f} GiB free", "" if free > _MIN_TEMP_BYTES else advice
+            name,
+            f"{directory}, {free / GIB:,.1f} GiB free",
+            "" if free > _MIN_TEMP_BYTES else advice,
         )
     ]
 
@@ -98,28 +100,28 @@ def file_system_type(place: Path, root: Path = Path("/")) -> str:
 
 def check_file_system(context: CheckContext) -> list[Finding]:
     """Check locks and write speed in --save; it is a problem if it is not writable."""
-    folder = nearest_existing_dir(Path(context.save))
+    directory = nearest_existing_dir(Path(context.save))
     try:
-        with TemporaryDirectory(prefix=".megaenc-doctor-", dir=folder) as name:
+        with TemporaryDirectory(prefix=".megaenc-doctor-", dir=directory) as name:
             return [check_locks(Path(name)), measure_write_speed(Path(name))]
     except OSError as error:
         return [
             problem(
                 "writing",
-                f"{folder}: {error.strerror}",
-                "give --save a folder that this user may write to",
+                f"{directory}: {error.strerror}",
+                "give --save a directory that this user may write to",
             )
         ]
 
 
-def check_locks(folder: Path) -> Finding:
-    """Lock a file in `folder` twice; return a problem unless the second lock fails."""
+def check_locks(directory: Path) -> Finding:
+    """Lock a file in `directory` twice; return a problem unless the second lock fails."""
     advice = (
-        "two commands could train in one folder: mount it with locks (Lustre: -o flock; NFS: with "
-        "lockd)"
+        "two commands could train in one directory: mount it with locks (Lustre: -o flock; NFS: "
+        "with lockd)"
     )
     try:
-        with open(folder / "lock", "w") as first, open(folder / "lock", "w") as second:
+        with open(directory / "lock", "w") as first, open(directory / "lock", "w") as second:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,8 +133,8 @@ def check_locks(folder: Path) -> Finding:
     return problem("locks", "given to two at a time", advice)
 
 
-def measure_write_speed(folder: Path) -> Finding:
-    """Measure the write speed in `folder` with fsync, for up to 2 s.
+def measure_write_speed(directory: Path) -> Finding:
+    """Measure the write speed in `directory` with fsync, for up to 2 s.
 
     It is a note below 50 MB/s, and a problem if writing fails.
     """
@@ -140,7 +142,7 @@ def measure_write_speed(folder: Path) -> Finding:
     begin = time.perf_counter()
     written = 0
     try:
-        with open(folder / "written", "wb", buffering=0) as stream:
+        with open(directory / "written", "wb", buffering=0) as stream:
             while written < _MAX_TEST_BYTES and time.perf_counter() - begin < _SECONDS:
                 written += stream.write(piece)
                 os.fsync(stream.fileno())
@@ -148,8 +150,8 @@ def measure_write_speed(folder: Path) -> Finding:
         return problem("writing", f"{error.strerror} after {written / _MB:.0f} MB", _MAKE_ROOM)
     rate = written / (time.perf_counter() - begin)
     advice = (
-        "a checkpoint of the 1B model would take over six minutes: a faster folder, --async-save "
-        "or a longer --save-interval"
+        "a checkpoint of the 1B model would take over six minutes: a faster directory, "
+        "--async-save or a longer --save-interval"
     )
     return note(
         "writing",

@@ -130,8 +130,11 @@ def _read_cgroup(root: Path, file: str) -> list[str]:
     top = root / "sys/fs/cgroup"
     own = top / line[3:].strip("/")
     return [
-        read_kernel_file(folder / file)
-        for folder in (top, *(folder for folder in (own, *own.parents) if top in folder.parents))
+        read_kernel_file(directory / file)
+        for directory in (
+            top,
+            *(directory for directory in (own, *own.parents) if top in directory.parents),
+        )
     ]
 
 

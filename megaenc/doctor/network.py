@@ -59,13 +59,13 @@ def _check_plugin(context: CheckContext) -> Finding:
     name = context.environment.get("NCCL_NET_PLUGIN", "")
     if name.lower() == "none":
         return multi_node_problem(label, "NCCL_NET_PLUGIN=none", f"{without}: unset it")
-    folders = filter(None, context.environment.get("LD_LIBRARY_PATH", "").split(":"))
+    directories = filter(None, context.environment.get("LD_LIBRARY_PATH", "").split(":"))
     plugins = [f"NCCL_NET_PLUGIN={name}"] if name else []
     plugins += [
         str(path)
-        for folder in folders
+        for directory in directories
         for plugin in _PLUGINS
-        if (path := Path(folder, plugin)).exists()
+        if (path := Path(directory, plugin)).exists()
     ]
     plugins += [
         plugin
@@ -75,8 +75,8 @@ def _check_plugin(context: CheckContext) -> Finding:
     if plugins:
         return ok(label, plugins[0])
     advice = (
-        f"{without}: load the cluster's module for aws-ofi-rccl or aws-ofi-nccl, or add its folder "
-        "to LD_LIBRARY_PATH"
+        f"{without}: load the cluster's module for aws-ofi-rccl or aws-ofi-nccl, or add its "
+        "directory to LD_LIBRARY_PATH"
     )
     return multi_node_problem(label, f"neither {' nor '.join(_PLUGINS)} in LD_LIBRARY_PATH", advice)
 

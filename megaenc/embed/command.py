@@ -1,7 +1,7 @@
 """Evaluate the embeddings of models without fine-tuning, next to BM25 and chance.
 
-Documents of BEIR folders are ranked; mteb scores similarity, classification by a logistic probe,
-and its own tasks by name.
+Documents of BEIR directories are ranked; mteb scores similarity, classification by a logistic
+probe, and its own tasks by name.
 
 megaenc embed eval --model demo/hf --data scifact squad_ir stsb sst2
 """
@@ -43,19 +43,19 @@ class EmbedEvalConfig:
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
     model: tuple[str, ...] = ()
-    """Hugging Face or sentence-transformers folders, or models of the Hub as ORG/NAME; NAME=FOLDER
-    gives another name"""
+    """Hugging Face or sentence-transformers directories, or models of the Hub as ORG/NAME;
+    NAME=DIRECTORY gives another name"""
     data: tuple[str, ...] = ()
-    """BEIR folders (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz), and folders of train.*,
-    valid.* and test.* with text, text_pair and a score such as 3.5 as label (similarity), or text
-    and a class as label (classification: mteb's logistic regression on 8 examples of each class, 10
-    times); NAME=FOLDER gives another name"""
+    """BEIR directories (corpus.jsonl, queries.jsonl, qrels/test.tsv; also .gz), and directories of
+    train.*, valid.* and test.* with text, text_pair and a score such as 3.5 as label (similarity),
+    or text and a class as label (classification: mteb's logistic regression on 8 examples of each
+    class, 10 times); NAME=DIRECTORY gives another name"""
     tasks: tuple[str, ...] = ()
     """tasks of mteb by name, such as STSBenchmark, in all their languages; their data come from the
     Hub"""
     embedding: EmbeddingFlags = field(default_factory=EmbeddingFlags)
     bm25: bool = True
-    """rank the documents of BEIR folders by BM25 too"""
+    """rank the documents of BEIR directories by BM25 too"""
     output: str = ""
     """file to write all numbers to as well; its suffix gives the format: .json, .csv or .md"""
     overwrite: bool = False
@@ -124,27 +124,31 @@ def _evaluate(
             f"--tasks: found {repeated[0]} twice, here or in --data, expected each name once"
         )
     labelled = {
-        name: Path(folder)
-        for name, folder in named_data.items()
-        if probes.is_labelled_set(Path(folder))
+        name: Path(directory)
+        for name, directory in named_data.items()
+        if probes.is_labelled_set(Path(directory))
     }
     if not settings.model and len(labelled) == len(named_data):
         raise InputError(
-            "--model: missing, and BM25 ranks only documents of BEIR folders; see `megaenc embed "
-            "eval --help`"
+            "--model: missing, and BM25 ranks only documents of BEIR directories; see `megaenc "
+            "embed eval --help`"
         )
-    named_data = {name: folder for name, folder in named_data.items() if name not in labelled}
+    named_data = {name: directory for name, directory in named_data.items() if name not in labelled}
     if settings.bm25 and named_data:
         evaluate.import_bm25s()
     named_models = _name_all("--model", settings.model)
     if "BM25" in named_models or "random" in named_models:
-        raise InputError("--model: found the name of a baseline, expected another; say NAME=FOLDER")
-    folders = {name: fetch_model(source) for name, source in named_models.items()}
+        raise InputError(
+            "--model: found the name of a baseline, expected another; say NAME=DIRECTORY"
+        )
+    directories = {name: fetch_model(source) for name, source in named_models.items()}
     configs = {
-        name: override_config(read_embedding_config(folder), settings.embedding)
-        for name, folder in folders.items()
+        name: override_config(read_embedding_config(directory), settings.embedding)
+        for name, directory in directories.items()
     }
-    sets = [evaluate.RetrievalSet.load(name, Path(folder)) for name, folder in named_data.items()]
+    sets = [
+        evaluate.RetrievalSet.load(name, Path(directory)) for name, directory in named_data.items()
+    ]
     tasks = [
         *itertools.starmap(probes.load_labelled_set, labelled.items()),
         *probes.load_tasks(settings.tasks),
@@ -163,8 +167,8 @@ def _evaluate(
                 "BM25",
                 data.score(evaluate.rank_by_bm25(data.queries, data.documents, line.update)),
             )
-    for name, folder in folders.items():
-        embedder = build_embedder(name, folder, configs[name], settings.embedding)
+    for name, directory in directories.items():
+        embedder = build_embedder(name, directory, configs[name], settings.embedding)
         configs[name] = embedder.config  # with the attention and length in effect
         for data in sets:
             place = f"{name} {data.name}: "
@@ -182,7 +186,7 @@ def _evaluate(
             rows[task.name].append(task.evaluate(name, embedder))
         del embedder  # frees memory for the next model
     origin = (
-        _describe_origin(settings, folders, named_data, sets)
+        _describe_origin(settings, directories, named_data, sets)
         if settings.output.endswith(".json")
         else {}
     )
@@ -207,13 +211,15 @@ def _describe_origin(
         list(models.values()), str(Path(settings.output).parent)
     )
     fingerprints = {}
-    for (name, folder), digest in zip(models.items(), weights, strict=True):
-        tokenizer = fingerprint.compute_tokenizer_fingerprint(folder)
-        stamp = fingerprint.compute_model_stamp(folder)
+    for (name, directory), digest in zip(models.items(), weights, strict=True):
+        tokenizer = fingerprint.compute_tokenizer_fingerprint(directory)
+        stamp = fingerprint.compute_model_stamp(directory)
         fingerprints[name] = {"model": digest, "tokenizer": tokenizer, "stamp": stamp}
     return {
         "settings": {name: getattr(settings.embedding, name) for name in RULES},
-        "data": {name: compute_test_fingerprint(Path(folder)) for name, folder in data.items()},
+        "data": {
+            name: compute_test_fingerprint(Path(directory)) for name, directory in data.items()
+        },
         "fingerprints": fingerprints,
         "queries": {each.name: each.query_ids for each in sets},
     }
@@ -236,12 +242,13 @@ def _name_all(flag: str, sources: Sequence[str]) -> dict[str, str]:
         name = name or Path(source).name or Path.cwd().name
         if not name.isprintable():
             raise InputError(
-                f"{flag}: found the name {name!r}, expected printable characters; say NAME=FOLDER"
+                f"{flag}: found the name {name!r}, expected printable characters; say "
+                "NAME=DIRECTORY"
             )
         if name in named:
             raise InputError(
                 f"{flag}: found {name} twice, expected each once; name one of them otherwise, "
-                "NAME=FOLDER"
+                "NAME=DIRECTORY"
             )
         named[name] = source
     return named

@@ -26,19 +26,19 @@ class EmbeddingFlags:
     """Flags for embedding texts: prefixes, length, attention, precision, batch size."""
 
     query_prefix: str | None = None
-    """text before each query of retrieval; by default that of a sentence-transformers folder, else
-    none"""
+    """text before each query of retrieval; by default that of a sentence-transformers directory,
+    else none"""
     document_prefix: str | None = None
-    """text before each document of retrieval; by default that of a sentence-transformers folder,
+    """text before each document of retrieval; by default that of a sentence-transformers directory,
     else none"""
     max_length: NonNegativeInt = 0
-    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder,
+    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers directory,
     else at most 512"""
     truncate_dim: NonNegativeInt = 0
     """first numbers of an embedding that are used, as of models trained with --matryoshka-dims; 0:
     all"""
     attention: Literal["", "bidirectional", "causal"] = ""
-    """direction of attention; by default the model's own in a sentence-transformers folder, else
+    """direction of attention; by default the model's own in a sentence-transformers directory, else
     bidirectional"""
     special_tokens: SpecialTokensChoice = ""
     """special tokens around each text. template: those that the tokenizer puts there, such as [CLS]
@@ -93,22 +93,23 @@ class ContrastiveConfig:
     size"""
     query_prefix: str | None = None
     """text before each query, in training and in the exported model's prompt `query`; by default
-    that of a sentence-transformers folder, else none"""
+    that of a sentence-transformers directory, else none"""
     document_prefix: str | None = None
     """text before each document, in training and in the exported model's prompt `document`; by
-    default that of a sentence-transformers folder, else none"""
+    default that of a sentence-transformers directory, else none"""
     max_length: NonNegativeInt = 0
-    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers folder,
+    """maximum tokens of a text; longer ones are cut; 0: that of a sentence-transformers directory,
     else at most 512"""
     attention: Literal["", "bidirectional", "causal"] = ""
-    """direction of attention; by default the model's own in a sentence-transformers folder, else
+    """direction of attention; by default the model's own in a sentence-transformers directory, else
     bidirectional"""
     pooling: Literal["", "mean", "cls", "lasttoken"] = ""
-    """pooling of the token states; by default that of a sentence-transformers folder, else mean"""
+    """pooling of the token states; by default that of a sentence-transformers directory, else
+    mean"""
     special_tokens: SpecialTokensChoice = ""
     """special tokens around each text. template: those that the tokenizer puts there, such as [CLS]
     ... [SEP]; eod: EOS, or without one SEP, after it; none: only the text. By default what the
-    tokenizer does, and eod if it adds nothing, unless it is a sentence-transformers folder"""
+    tokenizer does, and eod if it adds nothing, unless it is a sentence-transformers directory"""
     precision: Literal["", "bf16", "fp32"] = ""
     """bf16: compute in bfloat16 with float32 master weights; by default bf16 if the device supports
     it, else fp32"""

@@ -1,4 +1,4 @@
-"""Embeddings of texts by a Hugging Face or sentence-transformers folder.
+"""Embeddings of texts by a Hugging Face or sentence-transformers directory.
 
 Texts are packed without padding.
 """
@@ -28,7 +28,7 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.embed.config import ContrastiveConfig, EmbeddingFlags
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.model.backbone import AttentionDirection, Backbone, PackedTexts, pack_texts
-from megaenc.finetune.model.fingerprint import check_model_folder
+from megaenc.finetune.model.fingerprint import check_model_directory
 from megaenc.finetune.model.load import load_backbone
 from megaenc.finetune.tasks.base import POOLING_FUNCTIONS
 from megaenc.hf.checkpoint import HFCheckpoint
@@ -36,7 +36,7 @@ from megaenc.hf.model import load_hf_config
 from megaenc.json_files import parse_json, read_json_object, read_regular_file
 
 DEFAULT_LENGTH = 512
-"""Maximum tokens of a text for a folder that names none."""
+"""Maximum tokens of a text for a directory that names none."""
 _TEXTS_PER_BATCH = 1024
 _MAX_HUB_NAME = 96
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -72,42 +72,42 @@ class EmbeddingConfig:
     """own: the tokenizer as it is; empty: the same, but an EOS for a tokenizer that adds
     nothing."""
     normalize: bool = False
-    """True if the folder's modules scale embeddings to length 1; cosines do not depend on it,
+    """True if the directory's modules scale embeddings to length 1; cosines do not depend on it,
     probes do."""
 
 
-def fetch_model(name_or_folder: str) -> str:
-    """Return the path of a model's folder, downloaded from the Hub for ORG/NAME.
+def fetch_model(name_or_directory: str) -> str:
+    """Return the path of a model's directory, downloaded from the Hub for ORG/NAME.
 
     Raises:
-        InputError: There is neither such a folder nor such a model.
+        InputError: There is neither such a directory nor such a model.
     """
-    parent, _, name = name_or_folder.rpartition("/")
+    parent, _, name = name_or_directory.rpartition("/")
     # False for a name that is too long
-    is_path = os.path.isdir(name_or_folder) or os.path.isdir(parent)
-    if is_path or len(name) > _MAX_HUB_NAME or not _HUB_NAME.fullmatch(name_or_folder):
-        check_model_folder(name_or_folder)
-        return name_or_folder
+    is_path = os.path.isdir(name_or_directory) or os.path.isdir(parent)
+    if is_path or len(name) > _MAX_HUB_NAME or not _HUB_NAME.fullmatch(name_or_directory):
+        check_model_directory(name_or_directory)
+        return name_or_directory
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name_or_folder, allow_patterns=_HUB_FILES)
+        return snapshot_download(name_or_directory, allow_patterns=_HUB_FILES)
     except Exception as error:  # HTTP, file system and the Hub's own errors
         raise InputError(
-            f"--model {name_or_folder}: neither a folder nor a model that the Hub gives "
+            f"--model {name_or_directory}: neither a directory nor a model that the Hub gives "
             f"({first_error_line(error, 120)})"
         ) from None
 
 
-def read_embedding_config(folder: str) -> EmbeddingConfig:
-    """Return the EmbeddingConfig that a model's folder defines.
+def read_embedding_config(directory: str) -> EmbeddingConfig:
+    """Return the EmbeddingConfig that a model's directory defines.
 
-    It is that of sentence-transformers if the folder has modules.json, else the default.
+    It is that of sentence-transformers if the directory has modules.json, else the default.
 
     Raises:
         InputError: transformers does not know config.json, or a module or pooling is not supported.
     """
-    path = Path(folder)
+    path = Path(directory)
     # Unreadable models are refused before any text is embedded
     load_hf_config(HFCheckpoint(path, "--model"))
     if not (path / "modules.json").exists():
@@ -116,8 +116,8 @@ def read_embedding_config(folder: str) -> EmbeddingConfig:
     parts = [str(module.get("path", "")) for module in modules]
     if parts[0] not in ("", ".") or any(Path(part).name != part for part in parts[1:]):
         raise InputError(
-            f"{path / 'modules.json'}: found the paths {parts}, expected the model's folder and "
-            "folders in it"
+            f"{path / 'modules.json'}: found the paths {parts}, expected the model's directory and "
+            "directories in it"
         )
     pooling = _read_pooling(path / parts[1] / "config.json")
     transformer = _read_optional(path / "sentence_bert_config.json")
@@ -173,9 +173,9 @@ def override_config(
 
 
 def build_embedder(
-    name: str, folder: str, config: EmbeddingConfig, given: EmbeddingFlags
+    name: str, directory: str, config: EmbeddingConfig, given: EmbeddingFlags
 ) -> "Embedder":
-    """Return the Embedder of a folder on this machine's device, and print its rules.
+    """Return a directory's Embedder on this machine's device, and print its rules.
 
     The attention and the length in effect are in its `config`.
 
@@ -194,7 +194,7 @@ def build_embedder(
         else torch.float32
     )
     embedder = Embedder(
-        folder, config, device=backend.device, dtype=dtype, batch_size=given.batch_size
+        directory, config, device=backend.device, dtype=dtype, batch_size=given.batch_size
     )
     if given.max_length > embedder.max_length:
         raise InputError(
@@ -229,7 +229,7 @@ def build_embedder(
 
 
 def _read_modules(path: Path) -> list[dict[str, Any]]:
-    """Read the modules of a sentence-transformers folder.
+    """Read the modules of a sentence-transformers directory.
 
     Raises:
         InputError: They are not a transformer, a pooling and maybe a normalization.
@@ -299,7 +299,7 @@ class Embedder:
 
     def __init__(
         self,
-        folder: str,
+        directory: str,
         config: EmbeddingConfig,
         *,
         device: torch.device,
@@ -307,15 +307,15 @@ class Embedder:
         batch_size: int = 32,
         check: Callable[[Backbone, PackedTexts], None] = lambda backbone, texts: None,
     ) -> None:
-        self.folder = folder
+        self.directory = directory
         self.config = config
         self.batch_size = batch_size
-        self.tokenizer = load_tokenizer(folder, "--model")
+        self.tokenizer = load_tokenizer(directory, "--model")
         if config.special_tokens != "own":
             special = resolve_special_tokens(self.tokenizer, config.special_tokens)
             self.tokenizer = set_special_tokens(self.tokenizer, special)
         self.backbone = load_backbone(
-            folder, config.attention, device=device, dtype=dtype, check=check
+            directory, config.attention, device=device, dtype=dtype, check=check
         )
         self.max_length = min(config.max_length or DEFAULT_LENGTH, self.backbone.context_length)
         added = self.tokenizer.num_special_tokens_to_add()
@@ -400,7 +400,7 @@ class Embedder:
             pooled = self.pool(packed)[:, :size]
             if not bool(torch.isfinite(pooled).all()):
                 raise InputError(
-                    f"--model {self.folder}: an embedding is NaN or inf; try --precision fp32"
+                    f"--model {self.directory}: an embedding is NaN or inf; try --precision fp32"
                 )
             vectors[torch.from_numpy(part).to(vectors.device)] = (
                 normalize(pooled, dim=1) if unit_length else pooled

@@ -52,13 +52,13 @@ class RetrievalSet:
     out."""
 
     @classmethod
-    def load(cls, name: str, folder: Path) -> "RetrievalSet":
-        """Return the RetrievalSet of a BEIR folder, called `name`.
+    def load(cls, name: str, directory: Path) -> "RetrievalSet":
+        """Return the RetrievalSet of a BEIR directory, called `name`.
 
         Raises:
-            InputError: The folder is unusable.
+            InputError: The directory is unusable.
         """
-        examples = load_beir_test(folder)
+        examples = load_beir_test(directory)
         ids = list(examples.documents)
         ids = [ids[at] for at in compute_trec_order(ids)]
         documents = [examples.documents[document] for document in ids]

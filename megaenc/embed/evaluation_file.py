@@ -34,11 +34,11 @@ class EvaluationRow:
     high: float | None
     queries: int | None
     documents: int | None
-    """Both None in rows of other tasks than BEIR folders."""
+    """Both None in rows of other tasks than BEIR directories."""
     examples: int | None = None
     """Test examples of such a task: pairs of similarity, texts of classification."""
     scores: tuple[float, ...] = field(default=(), repr=False)
-    """The measure of each query of a BEIR folder, as a fraction."""
+    """The measure of each query of a BEIR directory, as a fraction."""
 
     @property
     def fields_without_scores(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Trained embedding models as sentence-transformers folders.
+"""Trained embedding models as sentence-transformers directories.
 
-A folder is reloaded and compared before it gets its name.
+A directory is reloaded and compared before it gets its name.
 """
 
 import copy
@@ -41,47 +41,49 @@ def export_embedder(
 ) -> None:
     """Write a trained embedding model for sentence-transformers, in float32.
 
-    The folder also has training.json, training.jsonl and a card.
+    The directory also has training.json, training.jsonl and a card.
 
     Args:
-        target: New folder.
+        target: New directory.
         embedder: Model in float32, out of training mode (see `ContrastiveTrainer.finish`).
         data: Training data, some texts of which the reloaded model is compared on.
         details: Content of training.json.
         rows: Rows of training.jsonl.
 
     Raises:
-        InputError: The folder gives other tokens or embeddings of training texts; no folder is
-            written.
+        InputError: The directory gives other tokens or embeddings of training texts; no directory
+            is written.
     """
     config = embedder.config
-    with atomic_dir(target) as folder:
+    with atomic_dir(target) as directory:
         hf_model = build_hf_model(
             embedder.backbone, nn.Identity(), TaskFamily.IR, (), padding_id(embedder.tokenizer)
         )
-        save_hf_model(hf_model, folder)
+        save_hf_model(hf_model, directory)
         tokenizer = copy.deepcopy(embedder.tokenizer)
         if {tokenizer.pad_token, tokenizer.eos_token, tokenizer.sep_token} == {None}:
             # sentence-transformers always pads
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
-        write_trained_tokenizer(tokenizer, folder, embedder.max_length, hf_model.config.model_type)
+        write_trained_tokenizer(
+            tokenizer, directory, embedder.max_length, hf_model.config.model_type
+        )
         del hf_model
         prompts = {"query": config.query_prefix, "document": config.document_prefix}
         options = {"pooling": config.pooling, "lower_case": config.lower_case}
         write_sentence_layout(
-            folder, embedder.backbone.hidden_size, embedder.max_length, prompts, **options
+            directory, embedder.backbone.hidden_size, embedder.max_length, prompts, **options
         )
-        write_json(folder / TRAINING_DETAILS, details)
-        (folder / TRAINING_LOG).write_text(
+        write_json(directory / TRAINING_DETAILS, details)
+        (directory / TRAINING_LOG).write_text(
             "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
         )
-        (folder / "README.md").write_text(
+        (directory / "README.md").write_text(
             build_embedding_card(target.resolve().name, details), encoding="utf-8"
         )
         try:
-            _check_reloaded(folder, embedder, data)
+            _check_reloaded(directory, embedder, data)
         except InputError as error:
-            message = str(error).replace(str(folder), "the written folder")
+            message = str(error).replace(str(directory), "the written directory")
             raise InputError(
                 f"--output {target}: nothing is written, as the model cannot be exported: {message}"
             ) from None
@@ -104,15 +106,18 @@ def check_exportable(backbone: Backbone, texts: PackedTexts) -> None:
     check_same_outputs(hf_model, texts, lambda: backbone.compute_states(texts), flag, advice)
 
 
-def _check_reloaded(folder: Path, embedder: Embedder, data: ContrastiveData) -> None:
-    """Check the tokens and embeddings of a written folder on texts of all lengths.
+def _check_reloaded(directory: Path, embedder: Embedder, data: ContrastiveData) -> None:
+    """Check the tokens and embeddings of a written directory on texts of all lengths.
 
     Raises:
         InputError: They are not those of `embedder`.
     """
     backbone = embedder.backbone
     reloaded = Embedder(
-        str(folder), read_embedding_config(str(folder)), device=backbone.device, dtype=torch.float32
+        str(directory),
+        read_embedding_config(str(directory)),
+        device=backbone.device,
+        dtype=torch.float32,
     )
     order = np.argsort(data.lengths, kind="stable")
     some = order[np.linspace(0, len(order) - 1, min(_CHECKED_TEXTS, len(order))).astype(int)]
@@ -156,7 +161,9 @@ def build_embedding_card(name: str, details: Mapping[str, Any]) -> str:
     }
     sizes = config["matryoshka_dims"]
     smaller = (
-        f'\n\nsmaller = SentenceTransformer("FOLDER", truncate_dim={min(sizes)})' if sizes else ""
+        f'\n\nsmaller = SentenceTransformer("DIRECTORY", truncate_dim={min(sizes)})'
+        if sizes
+        else ""
     )
     about = (
         f" Embeddings may be cut to their first {', '.join(map(str, sorted(sizes)))} numbers."
@@ -179,7 +186,7 @@ become vectors of {details["embedding_size"]:,} numbers, compared by their cosin
 ```python
 from sentence_transformers import SentenceTransformer
 
-model = SentenceTransformer("FOLDER")
+model = SentenceTransformer("DIRECTORY")
 queries = model.encode(["a query"], prompt_name="query")
 documents = model.encode(["a text"], prompt_name="document")
 model.similarity(queries, documents){smaller}

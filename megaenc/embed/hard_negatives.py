@@ -34,11 +34,11 @@ class MineConfig:
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
     model: str = ""
-    """Hugging Face or sentence-transformers folder, or model of the Hub as ORG/NAME"""
+    """Hugging Face or sentence-transformers directory, or model of the Hub as ORG/NAME"""
     data: tuple[str, ...] = ()
     """training pairs as in `megaenc embed train`; hard negatives in them are replaced"""
     corpus: tuple[str, ...] = ()
-    """BEIR folders or pairs whose documents are searched too"""
+    """BEIR directories or pairs whose documents are searched too"""
     output: str = ""
     """.jsonl file to write: the pairs with `query`, `document` and `negatives`, the most similar
     first"""
@@ -109,8 +109,8 @@ def _mine(settings: MineConfig) -> tuple[list["TrainingPair"], list[list[str]]]:
     from megaenc.embed.pairs import load_pairs
     from megaenc.finetune.datasets.beir import load_beir_corpus
 
-    folder = fetch_model(settings.model)
-    config = override_config(read_embedding_config(folder), settings.embedding)
+    directory = fetch_model(settings.model)
+    config = override_config(read_embedding_config(directory), settings.embedding)
     pairs = load_pairs(settings.data).pairs
     queries = list(dict.fromkeys(pair.query for pair in pairs))
     texts = [pair.document for pair in pairs]
@@ -121,7 +121,7 @@ def _mine(settings: MineConfig) -> tuple[list["TrainingPair"], list[list[str]]]:
             texts += [pair.document for pair in load_pairs([source]).pairs]
     documents = list(dict.fromkeys(texts))
     embedder = build_embedder(
-        Path(settings.model).name or settings.model, folder, config, settings.embedding
+        Path(settings.model).name or settings.model, directory, config, settings.embedding
     )
     vectors = embedder.embed_queries_and_documents(queries, documents)
     with ProgressLine("searching", total=len(queries), closing=False) as line:

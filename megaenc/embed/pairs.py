@@ -1,4 +1,4 @@
-"""Training pairs of contrastive training, from files, BEIR folders or the Hub."""
+"""Training pairs of contrastive training, from files, BEIR directories or the Hub."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from megaenc.finetune.datasets.hub_repository import parse_hub_reference
 EXPECTED_PAIRS = (
     "pairs in .jsonl, .csv, .tsv or .parquet (columns query and document, or anchor and positive), "
     "SQuAD's .json, "
-    "a BEIR folder with qrels/train.tsv, or ORG/NAME on the Hugging Face Hub"
+    "a BEIR directory with qrels/train.tsv, or ORG/NAME on the Hugging Face Hub"
 )
 # Of sentence-transformers and SQuAD too.
 _QUERY_KEYS = ("query", "anchor", "question")
@@ -51,7 +51,7 @@ class PairData:
 def load_pairs(sources: Sequence[str]) -> PairData:
     """Return the distinct pairs of all sources, in order, and print their counts.
 
-    A source is a file or BEIR folder, else a repository of the Hugging Face Hub, whose split
+    A source is a file or BEIR directory, else a repository of the Hugging Face Hub, whose split
     `train` is read: ORG/NAME or ORG/NAME:CONFIG, with or without @REVISION. Pairs that differ only
     in their hard negatives are distinct. Unanswerable questions of SQuAD 2.0 are left out.
 
@@ -110,7 +110,7 @@ def _read_source(source: str) -> Iterator[formats.Row]:
             for number, row in enumerate(rows, 1):
                 yield f"{source}: row {number}", row
             return
-        raise InputError(f"{source}: no such file or folder; expected {EXPECTED_PAIRS}")
+        raise InputError(f"{source}: no such file or directory; expected {EXPECTED_PAIRS}")
     if not os.path.isfile(path):
         raise InputError(f"{source}: not a file; expected {EXPECTED_PAIRS}")
     if not bare.endswith(_SUFFIXES):

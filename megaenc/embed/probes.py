@@ -43,8 +43,8 @@ def import_mteb() -> ModuleType:
         ) from None
     except OSError as error:
         raise InputError(
-            f"mteb cannot make its cache folder ({error}); set MTEB_CACHE to a folder that can be "
-            "written"
+            f"mteb cannot make its cache directory ({error}); set MTEB_CACHE to a directory that "
+            "can be written"
         ) from None
     return mteb
 
@@ -116,7 +116,7 @@ class ProbeTask:
         score = float(np.mean([part["main_score"] for part in parts]))
         if not math.isfinite(score):
             raise InputError(
-                f"--model {embedder.folder}: {self.metric} of {self.name} is undefined: all its "
+                f"--model {embedder.directory}: {self.metric} of {self.name} is undefined: all its "
                 "scores are equal"
             )
         if len(parts) > 1:
@@ -147,7 +147,7 @@ class _MTEBEncoder:
     """mteb's EncoderProtocol of an Embedder: prompts by type, and cosine similarity.
 
     Texts that are neither query nor document get the model's default prompt. Embeddings have length
-    1 only if the model's folder says so, as in sentence-transformers, because the logistic probe
+    1 only if the model's directory says so, as in sentence-transformers, because the logistic probe
     depends on it.
     """
 
@@ -190,20 +190,20 @@ class _MTEBEncoder:
 
 
 def is_labelled_set(path: Path) -> bool:
-    """Return whether `path` is a file, or a folder without any of BEIR's files."""
+    """Return whether `path` is a file, or a directory without any of BEIR's files."""
     return os.path.isfile(path) or (
         os.path.isdir(path) and not any(any(path.glob(name)) for name in _BEIR_FILES)
     )
 
 
 def load_labelled_set(name: str, path: Path) -> ProbeTask:
-    """Return the ProbeTask of a folder with pairs and scores, or texts and classes.
+    """Return the ProbeTask of a directory with pairs and scores, or texts and classes.
 
     Scores are labels with a point. The test split is evaluated, or the validation split if there is
     none.
 
     Raises:
-        InputError: The folder has pairs with classes, other data, or too few different labels.
+        InputError: The directory has pairs with classes, other data, or too few different labels.
     """
     files = find_split_files(path)
     file = files.get("test") or files.get("validation")
@@ -356,6 +356,6 @@ def load_tasks(names: Sequence[str]) -> Iterator[ProbeTask]:
             raise InputError(
                 f"--tasks {name}: the data set is neither in the Hub's cache nor can it be "
                 "downloaded "
-                f"({first_error_line(error, 120)}); local folders go to --data"
+                f"({first_error_line(error, 120)}); local directories go to --data"
             ) from None
         yield ProbeTask.from_loaded(name, task)

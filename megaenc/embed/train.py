@@ -185,14 +185,14 @@ class TrainingProgress:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
-class StateFolder:
-    """Folder with the state of an unfinished training and the log of its losses.
+class StateDirectory:
+    """Directory with the state of an unfinished training and the log of its losses.
 
     The state has weights, AdamW's moments, schedule and step. Only rank 0 writes to it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
 
     def load(self, trainer: ContrastiveTrainer) -> TrainingProgress:
         """Set the trainer to the saved state and return its progress.
@@ -203,8 +203,8 @@ class StateFolder:
         Raises:
             InputError: The state cannot be read.
         """
-        path = self.folder / STATE
-        log = self.folder / TRAINING_LOG
+        path = self.directory / STATE
+        log = self.directory / TRAINING_LOG
         progress = TrainingProgress()
         if path.exists():
             try:
@@ -223,7 +223,8 @@ class StateFolder:
                     )
             except Exception as error:  # a damaged file may fail in any way
                 raise InputError(
-                    f"{path}: cannot be read ({first_error_line(error, 80)}); remove {self.folder} "
+                    f"{path}: cannot be read ({first_error_line(error, 80)}); remove "
+                    f"{self.directory} "
                     "to start over"
                 ) from None
         if not get_rank():
@@ -235,7 +236,7 @@ class StateFolder:
 
     def append(self, row: dict[str, Any]) -> None:
         """Append a row to the log; only rank 0 calls it."""
-        with open(self.folder / TRAINING_LOG, "a", encoding="utf-8") as stream:
+        with open(self.directory / TRAINING_LOG, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
     def save(self, trainer: ContrastiveTrainer, progress: TrainingProgress) -> None:
@@ -243,19 +244,19 @@ class StateFolder:
 
         Only rank 0 calls it.
         """
-        fsync_path(self.folder / TRAINING_LOG)
+        fsync_path(self.directory / TRAINING_LOG)
         numbers = {name: value for name, value in vars(progress).items() if name != "rows"}
         state = {
             "optimizer": trainer.optimizer.state_dict(),
             "progress": numbers,
             "rows": len(progress.rows),
         }
-        with atomic_files(self.folder / STATE) as [temporary]:
+        with atomic_files(self.directory / STATE) as [temporary]:
             torch.save(state, temporary)
 
 
 def train(
-    trainer: ContrastiveTrainer, state: StateFolder, *, save_interval: int, log_interval: int
+    trainer: ContrastiveTrainer, state: StateDirectory, *, save_interval: int, log_interval: int
 ) -> TrainingProgress:
     """Train from the saved state to the last step, with logs and saved states.
 

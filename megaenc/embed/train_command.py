@@ -30,12 +30,12 @@ class EmbedTrainConfig:
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
     model: str = ""
-    """Hugging Face or sentence-transformers folder, or a model of the Hub as ORG/NAME"""
+    """Hugging Face or sentence-transformers directory, or a model of the Hub as ORG/NAME"""
     data: tuple[str, ...] = ()
     """files or data sets of pairs of a query and a document, maybe with hard negatives"""
     output: str = ""
-    """new folder for the trained model; OUTPUT.state keeps an unfinished training, which the same
-    command resumes"""
+    """new directory for the trained model; OUTPUT.state keeps an unfinished training, which the
+    same command resumes"""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
     save_interval: PositiveInt = 100
     """steps between saved states, from which the same command resumes"""

@@ -31,7 +31,7 @@ from megaenc.embed.pairs import load_pairs
 from megaenc.embed.train import (
     ContrastiveTrainer,
     NonFiniteTrainingError,
-    StateFolder,
+    StateDirectory,
     TrainingProgress,
     train,
 )
@@ -63,9 +63,9 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
     """
     backend = detect_backend()
     state = output.with_name(f"{output.name}.state")
-    folder = fetch_model(settings.model)
-    embedding = override_config(read_embedding_config(folder), settings.contrastive)
-    is_plain = not (Path(folder) / "modules.json").exists()
+    directory = fetch_model(settings.model)
+    embedding = override_config(read_embedding_config(directory), settings.contrastive)
+    is_plain = not (Path(directory) / "modules.json").exists()
     if embedding.special_tokens == "own" and is_plain:
         embedding = dataclasses.replace(embedding, special_tokens="")
     pairs = load_pairs(settings.data)
@@ -79,8 +79,8 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
         attention=embedding.attention or "",
     )
     fingerprints = {
-        "model": compute_model_fingerprints([folder], "")[0],
-        "tokenizer": compute_tokenizer_fingerprint(folder),
+        "model": compute_model_fingerprints([directory], "")[0],
+        "tokenizer": compute_tokenizer_fingerprint(directory),
         "data": pairs.digest,
     }
     record = json.loads(
@@ -95,13 +95,13 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
         return
     if state.exists() and not state.is_dir():
         raise InputError(
-            f"{state}: found a file, expected the folder of a training's state; choose another "
+            f"{state}: found a file, expected the directory of a training's state; choose another "
             "--output"
         )
     if state.is_dir() and any(state.iterdir()):
         if not (state / _SETTINGS).is_file():
             raise InputError(
-                f"{state}: no {_SETTINGS}, expected the state of a training or no such folder; "
+                f"{state}: no {_SETTINGS}, expected the state of a training or no such directory; "
                 "choose another --output"
             )
         _check_same_settings(state / _SETTINGS, read_json_object(state / _SETTINGS), record)
@@ -111,7 +111,7 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
             torch.cuda.set_device(backend.device)
         init_process_group(backend)
     with _hold_lock(output), _end_process_group():
-        embedder = _load_embedder(settings, folder, embedding, config, backend)
+        embedder = _load_embedder(settings, directory, embedding, config, backend)
         with ProgressLine("tokenizing", total=None, closing=False) as line:
             data = ContrastiveData.build(
                 pairs.pairs,
@@ -151,7 +151,7 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
         }
         _call_on_rank_0(lambda: export_embedder(output, embedder, data, details, progress.rows))
         if not get_rank():
-            # The lock is held: temporary folders are of killed processes.
+            # The lock is held: temporary directories are of killed processes.
             for leftover in (state, *find_stale_temp_files(output)):
                 remove_path(leftover)
     print_rank_0(
@@ -163,12 +163,12 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
 
 def _load_embedder(
     settings: "EmbedTrainConfig",
-    folder: str,
+    directory: str,
     embedding: EmbeddingConfig,
     config: ContrastiveConfig,
     backend: Backend,
 ) -> Embedder:
-    """Return the Embedder of a folder, with an attention that can be exported.
+    """Return the Embedder of a directory, with an attention that can be exported.
 
     Raises:
         InputError: --max-length is beyond the model's.
@@ -178,7 +178,7 @@ def _load_embedder(
         retain_freed_memory()
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     embedder = Embedder(
-        folder, embedding, device=backend.device, dtype=dtype, check=check_exportable
+        directory, embedding, device=backend.device, dtype=dtype, check=check_exportable
     )
     if settings.contrastive.max_length > embedder.max_length:
         raise InputError(
@@ -203,7 +203,7 @@ def _train(
     try:
         progress = train(
             trainer,
-            StateFolder(state),
+            StateDirectory(state),
             save_interval=settings.save_interval,
             log_interval=settings.log_interval,
         )
@@ -227,7 +227,7 @@ def _check_same_settings(file: Path, recorded: dict[str, Any], current: dict[str
     Raises:
         InputError: One of them differs; the message names its flag.
     """
-    advice = "expected the same command, another --output, or this folder removed"
+    advice = "expected the same command, another --output, or this directory removed"
     config = recorded.get("config")
     fingerprints = recorded.get("fingerprints")
     if not isinstance(config, dict) or not isinstance(fingerprints, dict):
@@ -262,7 +262,7 @@ def _call_on_rank_0(function: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def _hold_lock(output: Path) -> Iterator[None]:
-    """Hold the lock of an output folder on rank 0 during the block.
+    """Hold the lock of an output directory on rank 0 during the block.
 
     Raises:
         InputError: Another process holds it; every rank raises.

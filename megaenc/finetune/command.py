@@ -46,8 +46,8 @@ class FinetuneRunConfig:
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
     model: str = ""
-    """Hugging Face folder of an encoder or a decoder; its last part names the results, NAME=FOLDER
-    gives another name"""
+    """Hugging Face directory of an encoder or a decoder; its last part names the results,
+    NAME=DIRECTORY gives another name"""
     dataset: str = ""
     """name of a data set of the study (sst2, squad, ...), demo_sc, demo_tc, demo_qa, demo_ir, a
     path to your own, NAME=PATH, or a repository of the Hub: ORG/NAME, ORG/NAME:CONFIG or hf:NAME,
@@ -57,9 +57,9 @@ class FinetuneRunConfig:
     seed: Seed = 0
     """seed of the data order, the head's initial weights and dropout"""
     output: str = "results"
-    """folder of results; a run that is finished there is not repeated"""
+    """directory of results; a run that is finished there is not repeated"""
     save_model: str = ""
-    """new folder for the trained model, in Hugging Face's format, in float32; a finished run is
+    """new directory for the trained model, in Hugging Face's format, in float32; a finished run is
     repeated for it"""
     retry_failed: bool = False
     """repeat a run that failed with a NaN loss and left failed.json"""
@@ -71,8 +71,9 @@ class FinetuneRunConfig:
 def run_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune run`: train and evaluate a model, and print its scores.
 
-    If the output folder has the results of this run, training is skipped, except for --save-model.
-    The exit code is 1 if the run failed, now or earlier; then only --retry-failed repeats it.
+    If the output directory has the results of this run, training is skipped, except for
+    --save-model. The exit code is 1 if the run failed, now or earlier; then only --retry-failed
+    repeats it.
     """
     silence_libraries()
     settings = flags.parse_with_config(
@@ -92,7 +93,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     grid = ((settings.model,), (settings.dataset,), (settings.learning_rate,), (settings.seed,))
     [job] = build_jobs(*grid, settings.output, settings.protocol, settings.data, find_dataset)
     job = replace(job, save_model=settings.save_model)
-    folder = result_files.job_folder(job, job.evaluate_on[0].name)
+    directory = result_files.job_directory(job, job.evaluate_on[0].name)
     pending, failed = select_remaining_work(job, retry_failed=settings.retry_failed)
     if settings.save_model and failed is None:
         pending = job
@@ -104,7 +105,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
         ):
             if not is_locked:
                 raise InputError(
-                    f"{folder}: another process computes this run; "
+                    f"{directory}: another process computes this run; "
                     "wait for it or choose another --output"
                 )
             result_files.remove_partial_files(pending)
@@ -123,12 +124,12 @@ def run_main(argv: Sequence[str] | None = None) -> None:
                 except DataUnavailable as error:  # only a grid retries it
                     raise InputError(str(error)) from None
             save_fingerprints(settings.output)
-    _print_scores(folder, job.family, was_finished=pending is None)
+    _print_scores(directory, job.family, was_finished=pending is None)
 
 
 @contextlib.contextmanager
 def _clean_up_on_input_error(output: Path, model: str) -> Iterator[None]:
-    """Delete new cache files and empty new folders of `output` at an InputError.
+    """Delete new cache files and empty new directories of `output` at an InputError.
 
     Concurrent processes recompute cache files that they miss.
     """
@@ -143,16 +144,16 @@ def _clean_up_on_input_error(output: Path, model: str) -> Iterator[None]:
             raise
 
 
-def _print_scores(folder: Path, family: TaskFamily, *, was_finished: bool) -> None:
-    """Print the scores in a result folder with their baselines.
+def _print_scores(directory: Path, family: TaskFamily, *, was_finished: bool) -> None:
+    """Print the scores in a result directory with their baselines.
 
     The exit code is 1 if the run failed.
     """
-    result = result_files.read_result(folder)
+    result = result_files.read_result(directory)
     if result.failure is not None:
         again = " before" * was_finished
         print_rank_0(
-            f"failed{again}: {result.failure} ({folder / result_files.FAILED}); "
+            f"failed{again}: {result.failure} ({directory / result_files.FAILED}); "
             "choose a smaller --learning-rate"
         )
         sys.exit(1)
@@ -171,5 +172,5 @@ def _print_scores(folder: Path, family: TaskFamily, *, was_finished: bool) -> No
         )
     print_rank_0(
         f"in brackets: {_BASELINE_DESCRIPTIONS[family]}; "
-        f"{'finished before, ' * was_finished}{folder / result_files.RESULTS}"
+        f"{'finished before, ' * was_finished}{directory / result_files.RESULTS}"
     )

@@ -125,7 +125,7 @@ class Dataset:
     """Labelled data set: task family, labels, fingerprints and a reader of its splits."""
 
     name: str
-    """Name of the data set and of its folder in results."""
+    """Name of the data set and of its directory in results."""
     family: TaskFamily
     labels: tuple[str, ...]
     """Classes of SC, tags of TC (with "O"); empty for QA and IR."""

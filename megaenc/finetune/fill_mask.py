@@ -27,8 +27,8 @@ class FillMaskConfig:
     """Options of `megaenc fill-mask`: model, text, mask ratio, amounts to evaluate."""
 
     model: str
-    """Hugging Face folder of a masked language model, as written by `megaenc convert to-hf`; causal
-    models are refused."""
+    """Hugging Face directory of a masked language model, as written by `megaenc convert to-hf`;
+    causal models are refused."""
     input: tuple[str, ...]
     """Held-out text in any format that `megaenc preprocess` reads."""
     json_key: JsonKey = "text"
@@ -74,8 +74,8 @@ class MaskedSentence:
     after: str
 
 
-def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
-    """Return a folder's masked language model and tokenizer.
+def load_masked_lm(directory: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
+    """Return a directory's masked language model and tokenizer.
 
     The model is float32, in eval mode and on the machine's accelerator, if there is one. A decoder
     with bidirectional attention (`is_causal_decoder`) is accepted. Logits that stand before their
@@ -83,17 +83,17 @@ def load_masked_lm(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedToke
     logits.
 
     Raises:
-        InputError: The folder holds no masked language model with a mask token.
+        InputError: The directory holds no masked language model with a mask token.
     """
     from megaenc.backend.device import detect_backend
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
     from megaenc.hf import model as hf_model
     from megaenc.hf.checkpoint import HFCheckpoint
 
-    hf = HFCheckpoint(Path(folder), "--model")
-    tokenizer = load_tokenizer(folder, "--model")
+    hf = HFCheckpoint(Path(directory), "--model")
+    tokenizer = load_tokenizer(directory, "--model")
     if tokenizer.mask_token_id is None:
-        raise InputError(f"--model {folder}: its tokenizer has no mask token, expected one")
+        raise InputError(f"--model {directory}: its tokenizer has no mask token, expected one")
     model = hf_model.load_masked_lm(hf, hf_model.load_hf_config(hf))
     shift = getattr(model.config, "prediction_shift", 0)
 

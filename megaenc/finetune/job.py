@@ -9,14 +9,14 @@ from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import TaskFamily
 
 TOKENIZED_CACHE = ".tokenised"
-"""Name of the cache folder of tokenized data in the results folder."""
+"""Name of the cache directory of tokenized data in the results directory."""
 
 
 @dataclass(frozen=True)
 class NamedSource:
     """Name of a job's model or data set in results, and its location.
 
-    The location is the folder of a model, or a data set's argument of `find_dataset`.
+    The location is the directory of a model, or a data set's argument of `find_dataset`.
     """
 
     name: str
@@ -56,7 +56,7 @@ class FinetuneJob:
     learning_rate: float
     seed: int
     output: str
-    """Root folder of the results."""
+    """Root directory of the results."""
     protocol: FinetuneConfig
     data: DatasetConfig
     fingerprints: Fingerprints
@@ -64,11 +64,11 @@ class FinetuneJob:
     """Rule for writing the model to its results: never, if its validation score is the best of all
     learning rates and seeds of its model and data set, or always."""
     save_model: str = ""
-    """Folder to write the model to, or ""."""
+    """Directory to write the model to, or ""."""
 
     @property
     def keeps_model(self) -> bool:
-        """Return whether the trained model is written to a folder if its score suffices."""
+        """Return whether the trained model is kept on disk if its score suffices."""
         return bool(self.save_model) or self.keep != "none"
 
     @property

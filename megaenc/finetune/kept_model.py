@@ -1,6 +1,6 @@
-"""Fine-tuned models as Hugging Face folders: weights, tokenizer and model card.
+"""Fine-tuned models in Hugging Face's format: weights, tokenizer, model card.
 
-A folder is verified before it gets its name.
+A directory is verified before it gets its name.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def padding_id(tokenizer: Any) -> int | None:
 
 
 def write_trained_tokenizer(
-    tokenizer: Any, folder: Path, max_length: int, model_type: str, **options: Any
+    tokenizer: Any, directory: Path, max_length: int, model_type: str, **options: Any
 ) -> None:
     """Write a tokenizer with which libraries pad and cut texts as a training did.
 
@@ -76,7 +76,7 @@ def write_trained_tokenizer(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token
     drop_incompatible_mask_role(model_type, tokenizer)
-    write_tokenizer(tokenizer, folder, **options)
+    write_tokenizer(tokenizer, directory, **options)
 
 
 def load_model(
@@ -96,7 +96,7 @@ def load_model(
         InputError: The model cannot be loaded, or not exported to Hugging Face as the job requires.
     """
     padding = padding_id(tokenizer)
-    folder = job.model.location
+    directory = job.model.location
     attention = job.protocol.attention
     after = choose_special_tokens(tokenizer, job.protocol).after
 
@@ -117,10 +117,10 @@ def load_model(
 
     if job.protocol.head == "linear":
         return load_backbone(
-            folder, attention, device=device, dtype=dtype, check=check_linear
+            directory, attention, device=device, dtype=dtype, check=check_linear
         ), None
     return load_with_native_head(
-        folder,
+        directory,
         attention,
         task.family,
         task.label_names,
@@ -190,16 +190,16 @@ class ModelKeeper:
     ) -> None:
         """Write the float32 `model` if the job keeps it, then the run's results.
 
-        If the job keeps the best model, the results folder gets only one with the best validation
-        score of all results so far of its model and data set (of equal ones that with the smaller
-        rate, then the smaller seed), and kept models of the other runs are removed.
+        If the job keeps the best model, the results directory gets only one with the best
+        validation score of all results so far of its model and data set (of equal ones that with
+        the smaller rate, then the smaller seed), and kept models of the other runs are removed.
 
         Args:
             data: The test split.
             evaluate: Function that returns the scores of the float32 model by split, called only if
                 a model is written.
             results: The results on all data sets. The first one decides whether the model is best,
-                and its folder gets the model.
+                and its directory gets the model.
 
         Raises:
             InputError: transformers computes other outputs; no results are written.
@@ -207,7 +207,7 @@ class ModelKeeper:
         job = self.job
         result = results[0]
         data = data["queries"] if isinstance(data, dict) else data
-        place = result_files.job_folder(job, result.dataset)
+        place = result_files.job_directory(job, result.dataset)
         targets = [Path(job.save_model)] if job.save_model else []
         with contextlib.ExitStack() as stack:
             rivals: list[Path] = []
@@ -242,7 +242,7 @@ class ModelKeeper:
         Of equal runs the one with the smaller rate, then the smaller seed is best.
 
         Returns:
-            Whether the run is best, and if so the folders of the other runs.
+            Whether the run is best, and if so the directories of the other runs.
         """
         own = (-validation, self.job.learning_rate, self.job.seed)
         others = [
@@ -268,7 +268,7 @@ class ModelKeeper:
         scores: Mapping[str, SplitScores],
         result: DatasetResult,
     ) -> None:
-        """Write the float32 `model` to the new folder `target`, and verify it.
+        """Write the float32 `model` to the new directory `target`, and verify it.
 
         Args:
             data: Texts to compare outputs on.
@@ -276,9 +276,9 @@ class ModelKeeper:
             result: Result of the run.
 
         Raises:
-            InputError: transformers computes other outputs; no folder is left.
+            InputError: transformers computes other outputs; no directory is left.
         """
-        with create_parent_with_rollback(target, "--save-model"), atomic_dir(target) as folder:
+        with create_parent_with_rollback(target, "--save-model"), atomic_dir(target) as directory:
             padding = padding_id(self.encoder.tokenizer)
             pooling = self.task.protocol.pooling
             hf_model = build_hf_model(
@@ -289,32 +289,32 @@ class ModelKeeper:
                 padding,
                 pooling,
             )
-            save_hf_model(hf_model, folder)
+            save_hf_model(hf_model, directory)
             config = hf_model.config
             del hf_model
-            self._write_tokenizer(folder, config.model_type)
+            self._write_tokenizer(directory, config.model_type)
             if self.task.family == TaskFamily.IR:
                 prompts = {"query": QUERY, "document": DOCUMENT}
                 write_sentence_layout(
-                    folder,
+                    directory,
                     model.backbone.hidden_size,
                     self.encoder.max_length,
                     prompts,
                     pooling=pooling,
                 )
             details = self._describe(scores, result)
-            write_json(folder / result_files.MODEL_DETAILS, details)
+            write_json(directory / result_files.MODEL_DETAILS, details)
             needs_spaces = self.task.family == TaskFamily.TC and needs_spaced_words(
-                load_tokenizer(folder)
+                load_tokenizer(directory)
             )
             architecture = config.architectures[0]
             version = find_lowest_version(config)
             card = build_finetuned_card(
                 target.resolve().name, details, architecture, version, needs_spaces=needs_spaces
             )
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            (directory / "README.md").write_text(card, encoding="utf-8")
             loaded = find_task_class(config, self.task.family).from_pretrained(
-                folder, local_files_only=True
+                directory, local_files_only=True
             )
             # The shortest texts, at most about 2,048 tokens, and the longest.
             order = np.argsort(data.lengths, kind="stable")
@@ -323,7 +323,7 @@ class ModelKeeper:
             texts = pack_texts(data.gather_rows(np.array(rows)), model.device)
             check_same_model(loaded.eval(), self.task, model, texts)
 
-    def _write_tokenizer(self, folder: Path, model_type: str) -> None:
+    def _write_tokenizer(self, directory: Path, model_type: str) -> None:
         """Write the tokenizer so that transformers adds and cuts tokens as the run does.
 
         Raises:
@@ -338,8 +338,10 @@ class ModelKeeper:
             "split_special_tokens": True,
             "model_input_names": ["input_ids", "attention_mask"],
         }
-        write_trained_tokenizer(tokenizer, folder, self.encoder.max_length, model_type, **options)
-        self._check_written_tokenizer(load_tokenizer(folder))
+        write_trained_tokenizer(
+            tokenizer, directory, self.encoder.max_length, model_type, **options
+        )
+        self._check_written_tokenizer(load_tokenizer(directory))
 
     def _check_written_tokenizer(self, loaded: Any) -> None:
         """Check that the `loaded` tokenizer encodes fixed texts as the run does.

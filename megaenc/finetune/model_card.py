@@ -16,15 +16,15 @@ _PIPELINES = {
 _USAGE = {
     TaskFamily.SC: """from transformers import pipeline
 
-classify = pipeline("text-classification", "FOLDER")
+classify = pipeline("text-classification", "DIRECTORY")
 classify(["a text"], truncation=True)
 classify([PAIR], truncation=True)  # two texts""",
     TaskFamily.TC: """from collections import Counter
 
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForTokenClassification.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
+model = AutoModelForTokenClassification.from_pretrained("DIRECTORY")
 words = ["The", "words", "of", "a", "sentence"]
 inputs = tokenizer(WORDS, is_split_into_words=True, truncation=True, return_tensors="pt")
 votes = [Counter() for word in words]
@@ -34,11 +34,11 @@ for word, label in zip(inputs.word_ids(), model(**inputs).logits[0].argmax(-1).t
 tags = [vote.most_common(1)[0][0] if vote else "O" for vote in votes]""",
     TaskFamily.QA: """from transformers import pipeline
 
-tag = pipeline("token-classification", "FOLDER", aggregation_strategy="simple", ignore_labels=["OUTSIDE"])
+tag = pipeline("token-classification", "DIRECTORY", aggregation_strategy="simple", ignore_labels=["OUTSIDE"])
 tag(["Question: who?\\nContext: ", "a text"], is_split_into_words=True, delimiter="")  # its halves are tokenized apart""",
     TaskFamily.IR: """from sentence_transformers import SentenceTransformer
 
-model = SentenceTransformer("FOLDER")
+model = SentenceTransformer("DIRECTORY")
 queries, documents = model.encode(["a query"], prompt_name="query"), model.encode(["a text"], prompt_name="document")
 model.similarity(queries, documents)""",
 }

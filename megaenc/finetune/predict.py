@@ -30,7 +30,7 @@ class PredictConfig:
     """Options of `megaenc finetune predict`: kept model, rows to predict, output file."""
 
     model: str = ""
-    """folder that `megaenc finetune run --save-model` or `grid --keep` wrote"""
+    """directory that `megaenc finetune run --save-model` or `grid --keep` wrote"""
     input: str = ""
     """JSONL, CSV, TSV, Parquet, CoNLL or SQuAD file with `text` (and `text_pair`), `tokens`, or
     `question` and `context`; labels are ignored"""
@@ -55,16 +55,16 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
         check_output_file(
             Path(settings.output), "--output", inputs=inputs, overwrite=settings.overwrite
         )
-    folder = Path(settings.model)
-    if not os.path.isfile(folder / MODEL_DETAILS):  # False for a name that is too long too
+    directory = Path(settings.model)
+    if not os.path.isfile(directory / MODEL_DETAILS):  # False for a name that is too long too
         raise InputError(
-            f"--model {folder}: no {MODEL_DETAILS}, "
-            "expected a folder that --save-model or --keep wrote"
+            f"--model {directory}: no {MODEL_DETAILS}, "
+            "expected a directory that --save-model or --keep wrote"
         )
-    family, protocol, pair_template = _read_details(folder / MODEL_DETAILS)
+    family, protocol, pair_template = _read_details(directory / MODEL_DETAILS)
     if family == TaskFamily.IR:
         raise InputError(
-            f"--model {folder}: found a retrieval model; "
+            f"--model {directory}: found a retrieval model; "
             "use it with SentenceTransformer, as its README.md shows"
         )
     if not os.path.isfile(settings.input):
@@ -82,7 +82,7 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
     examples = _build_examples(family, rows, pair_template)
     # Without a file, standard output has only the predictions.
     with contextlib.nullcontext() if settings.output else contextlib.redirect_stdout(sys.stderr):
-        predictions = predict(folder, family, protocol, examples, all_scores=settings.all_scores)
+        predictions = predict(directory, family, protocol, examples, all_scores=settings.all_scores)
     lines = []
     for (_, row), prediction in zip(rows, predictions, strict=True):
         if "id" in row:
@@ -214,14 +214,14 @@ def _name_failures(place: Path, part: str) -> Iterator[None]:
 
 
 def predict(
-    folder: Path,
+    directory: Path,
     family: TaskFamily,
     protocol: FinetuneConfig,
     examples: Examples,
     *,
     all_scores: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the predictions of the kept model in `folder` for `examples`.
+    """Return the predictions of the kept model in `directory` for `examples`.
 
     Progress and the number of cut texts are printed.
 
@@ -236,7 +236,8 @@ def predict(
         TC; {"answer"}, empty if there is none, in QA.
 
     Raises:
-        InputError: The folder holds no complete model of the family, or a row cannot be tokenized.
+        InputError: The directory holds no complete model of the family, or a row cannot be
+            tokenized.
     """
     import torch
 
@@ -244,15 +245,15 @@ def predict(
     from megaenc.data.tokenizer.special_tokens import read_template
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
     from megaenc.finetune.model.backbone import batch_by_tokens, pack_texts
-    from megaenc.finetune.model.load import open_model_folder
+    from megaenc.finetune.model.load import open_model_directory
     from megaenc.finetune.model.task_class import compute_hf_outputs, find_task_class, set_labels
     from megaenc.finetune.tasks import TASKS
     from megaenc.finetune.tasks.question_answering import extract_answer
     from megaenc.finetune.tokenized import TextEncoder
     from megaenc.hf.model import load_model
 
-    labels = _read_labels(folder / "config.json")
-    hf, config = open_model_folder(str(folder))
+    labels = _read_labels(directory / "config.json")
+    hf, config = open_model_directory(str(directory))
     set_labels(config, labels)
     model_class = find_task_class(config, family)
     architectures = hf.config.get("architectures")
@@ -262,13 +263,13 @@ def predict(
             f"{hf.config_file}: field `architectures`: found {shorten_repr(architectures)}, "
             f"expected {expected}: {MODEL_DETAILS} describes a model of {family}"
         )
-    tokenizer = load_tokenizer(folder, "--model")
-    with _name_failures(folder, "its tokenizer"):
+    tokenizer = load_tokenizer(directory, "--model")
+    with _name_failures(directory, "its tokenizer"):
         template = read_template(tokenizer)
     context = getattr(config, "max_position_embeddings", protocol.max_length)
     if not template.count < protocol.max_length <= context:
         raise InputError(
-            f"{folder / MODEL_DETAILS}: field `max_length`: found {protocol.max_length}, "
+            f"{directory / MODEL_DETAILS}: field `max_length`: found {protocol.max_length}, "
             f"expected {template.count + 1} to {context} tokens, those that the model reads"
         )
     encoder = TextEncoder(tokenizer, protocol.max_length, template)
@@ -276,17 +277,17 @@ def predict(
     model, report = load_model(hf, config, model_class, f"a model of {family}")
     if missing := sorted(report["missing_keys"]):
         raise InputError(
-            f"--model {folder}: no tensor `{missing[0]}`, "
+            f"--model {directory}: no tensor `{missing[0]}`, "
             f"expected all weights of a {type(model).__name__}"
         )
     if foreign := sorted(report["unexpected_keys"]):
         raise InputError(
-            f"--model {folder}: found a tensor `{foreign[0]}`, "
+            f"--model {directory}: found a tensor `{foreign[0]}`, "
             f"which a {type(model).__name__} does not have"
         )
     model = model.to(device)
     task = TASKS[family](Dataset("", family, labels, "", "", "", lambda split: []), protocol)
-    with _name_failures(folder, "its tokenizer"):
+    with _name_failures(directory, "its tokenizer"):
         data = task.encode(examples, encoder)
     rows = model.get_input_embeddings().num_embeddings
     if wrong := [
@@ -295,7 +296,7 @@ def predict(
         if not 0 <= token < rows
     ]:
         raise InputError(
-            f"--model {folder}: found the token id {wrong[0]}, expected 0 to {rows - 1}, "
+            f"--model {directory}: found the token id {wrong[0]}, expected 0 to {rows - 1}, "
             "those of the model; its tokenizer or `pad_token_id` is that of another model"
         )
     if data.truncated_count:
@@ -313,7 +314,7 @@ def predict(
                 ).cpu()
             if not bool(outputs.isfinite().all()):
                 raise InputError(
-                    f"--model {folder}: computes scores that are NaN or infinite, "
+                    f"--model {directory}: computes scores that are NaN or infinite, "
                     "expected a model that was trained"
                 )
             if family == TaskFamily.SC:

@@ -305,12 +305,12 @@ TokenizedSplit = TokenizedTexts | dict[str, TokenizedTexts]
 
 
 def load_or_compute(
-    folder: Path,
+    directory: Path,
     key: dict,
     compute: Callable[[], TokenizedSplit],
     on_wait: Callable[[], None] = lambda: None,
 ) -> TokenizedSplit:
-    """Return the split cached under `key` in `folder`, or compute and cache it.
+    """Return the split cached under `key` in `directory`, or compute and cache it.
 
     Files are written atomically; an unreadable one is recomputed. Of several processes one
     computes; the others wait and call `on_wait` five times a second.
@@ -322,9 +322,9 @@ def load_or_compute(
         InputError: The cache cannot be written.
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    path = folder / f"{name}.npz"
+    path = directory / f"{name}.npz"
     while (split := _read_cache_file(path)) is None:
-        with try_lock(folder / f".{name}.lock") as is_locked:
+        with try_lock(directory / f".{name}.lock") as is_locked:
             # Another process may have written it meanwhile.
             if is_locked and (split := _read_cache_file(path)) is None:
                 for stale_file in find_stale_temp_files(path):

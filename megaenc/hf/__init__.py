@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, weights, and transformers models.
+"""Hugging Face directories: config.json, weights, and transformers models.
 
-They are read without network access or code from the folder.
+They are read without network access or code from the directory.
 """

@@ -1,4 +1,4 @@
-"""Readers of Hugging Face model folders.
+"""Readers of Hugging Face model directories.
 
 They read config.json, and safetensors one tensor at a time.
 """
@@ -44,7 +44,7 @@ _LOADING = re.compile(
 )
 # Fields that count layers or parts of layers, which cost memory before any weight is checked.
 _COUNT = re.compile(r".*(layer|group|expert|block|stage|head)s?(_num)?")
-# Limits of these counts, unless a folder has more tensors.
+# Limits of these counts, unless a directory has more tensors.
 _MAX_COUNT = 4096
 _MAX_EXPERTS = 1 << 15
 
@@ -61,17 +61,17 @@ class TensorHeader(NamedTuple):
 
 
 class HFCheckpoint:
-    """Hugging Face model folder with its config and the headers of its weights.
+    """Hugging Face model directory with its config and the headers of its weights.
 
     `config` is the content of config.json without the fields about loading; `headers` has a
     TensorHeader by weight. Pickles are never read.
     """
 
     def __init__(self, path: Path, flag: str = "--input"):
-        """Read config.json and the headers of the folder `path`.
+        """Read config.json and the headers of the directory `path`.
 
         Args:
-            flag: Flag that the folder was given with, for errors.
+            flag: Flag that the directory was given with, for errors.
 
         Raises:
             InputError: A file is missing or damaged, or the weights are a pickle.
@@ -80,7 +80,7 @@ class HFCheckpoint:
         self.flag = flag
         if not os.path.isdir(path):  # False for a name that is too long too
             raise InputError(
-                f"{flag} {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf "
+                f"{flag} {path}: no such directory, expected one with {CONFIG} and {WEIGHTS} (hf "
                 "download gets it from the Hub)"
             )
         self.config_file = path / CONFIG
@@ -121,15 +121,15 @@ class HFCheckpoint:
 
 
 class TrainableHFCheckpoint(HFCheckpoint):
-    """Hugging Face model folder from which training starts.
+    """Hugging Face model directory from which training starts.
 
     It also has the weight `shapes` by name and the `generation` config. Weights are read one by
-    one. They have their names in a model with an output layer (`model.norm.weight`); folders of
+    one. They have their names in a model with an output layer (`model.norm.weight`); directories of
     models without one omit `model.`.
     """
 
     def __init__(self, path: Path):
-        """Read config.json, generation_config.json and the headers of the folder `path`.
+        """Read config.json, generation_config.json and the headers in `path`.
 
         Raises:
             InputError: A file is unusable.
@@ -162,11 +162,11 @@ class TrainableHFCheckpoint(HFCheckpoint):
         return {header.dtype for header in self.headers.values()}
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: set[str]) -> None:
-        """Check that the folder has the `expected` weights and no others.
+        """Check that the directory has the `expected` weights and no others.
 
         Args:
             expected: Shapes of the weights.
-            optional: Names of other weights that the folder may have.
+            optional: Names of other weights that the directory may have.
 
         Raises:
             InputError: A weight is missing, unexpected or of another shape.
@@ -263,7 +263,7 @@ def _check_counts(values: Any, limit: int, file: Path) -> None:
 
 
 def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the weight files of a folder, and the file name of each tensor.
+    """Return the weight files of a directory, and the file name of each tensor.
 
     The names are from the index; there are none without one.
     """
@@ -290,11 +290,11 @@ def _find_weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
         if Path(file).name != file or "\0" in file:
             raise InputError(
                 f"{path / INDEX}: found {shorten_repr(file)}, "
-                "expected the name of a file in the same folder"
+                "expected the name of a file in the same directory"
             )
         if not (path / file).exists():
             raise InputError(
-                f"{path / file}: missing, and {INDEX} lists it; download the folder again"
+                f"{path / file}: missing, and {INDEX} lists it; download the directory again"
             )
     return [path / file for file in sorted({*index.values()})], index
 

@@ -1,8 +1,8 @@
-"""Loading and saving of transformers models in Hugging Face folders.
+"""Loading and saving of transformers models in Hugging Face directories.
 
-Neither network access nor code from the folder is used. transformers gets the config and weights
-that were read here, never the folder, so that adapters, pickles, custom code and Hub kernels named
-in its files are ignored. What is saved has the fields of older versions too.
+Neither network access nor code from the directory is used. transformers gets the config and weights
+that were read here, never the directory, so that adapters, pickles, custom code and Hub kernels
+named in its files are ignored. What is saved has the fields of older versions too.
 """
 
 import copy
@@ -38,7 +38,7 @@ FULL = "full_attention"
 LOCAL = "sliding_attention"
 """Kinds of layers in `layer_types`, and keys of `rope_parameters`, of models with local layers."""
 _MAX_BUFFER_BYTES = 1 << 32  # masks and tables that a model computes itself
-_MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a folder may lack: a pooler or a head
+_MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a directory may lack: a pooler or a head
 
 
 def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
@@ -129,21 +129,21 @@ def is_causal_decoder(config: Any) -> bool:
     return getattr(config, "is_causal", True)
 
 
-def load_hf_config(folder: HFCheckpoint) -> Any:
-    """Return transformers' config object for the config.json of a folder.
+def load_hf_config(directory: HFCheckpoint) -> Any:
+    """Return transformers' config object for the config.json of a directory.
 
     Raises:
         InputError: The model type is unknown or a field is wrong.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    where = str(folder.config_file)
-    model_type = folder.config.get("model_type")
+    where = str(directory.config_file)
+    model_type = directory.config.get("model_type")
     # The study's released models have EuroBERT's weights under another name.
     if model_type == "sl_model":
         model_type = "eurobert"
     # As transformers' AutoConfig does.
-    if model_type == "mistral" and "layer_types" in folder.config:
+    if model_type == "mistral" and "layer_types" in directory.config:
         model_type = "ministral"
     register_neobert(model_type)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -156,7 +156,7 @@ def load_hf_config(folder: HFCheckpoint) -> Any:
             f"{where}: field `model_type`: found {model_type}, which runs code from the Hub; "
             "expected another"
         )
-    return build_hf_config(folder.config, model_type, where)
+    return build_hf_config(directory.config, model_type, where)
 
 
 def find_position_offset(model: Any) -> int:
@@ -173,8 +173,8 @@ def find_position_offset(model: Any) -> int:
     return next((index + 1 for index in padding if index is not None), 0)
 
 
-def load_masked_lm(folder: HFCheckpoint, config: Any) -> Any:
-    """Load the masked language model of a folder, in float32, on the CPU.
+def load_masked_lm(directory: HFCheckpoint, config: Any) -> Any:
+    """Load the masked language model of a directory, in float32, on the CPU.
 
     It is in eval mode. A decoder with bidirectional attention (`is_causal_decoder`) is accepted.
 
@@ -188,7 +188,7 @@ def load_masked_lm(folder: HFCheckpoint, config: Any) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    where = f"{folder.flag} {folder.path}"
+    where = f"{directory.flag} {directory.path}"
     decoder = any(name.endswith("ForCausalLM") for name in config.architectures or ())
     if decoder and is_causal_decoder(config):
         raise InputError(
@@ -201,7 +201,7 @@ def load_masked_lm(folder: HFCheckpoint, config: Any) -> Any:
         raise InputError(
             f"{where}: found a {config.model_type} model; expected a masked language model"
         )
-    model, report = load_model(folder, config, kind, "a masked language model")
+    model, report = load_model(directory, config, kind, "a masked language model")
     if report["missing_keys"]:
         raise InputError(
             f"{where}: no weights `{min(report['missing_keys'])}`; expected a masked language model"
@@ -210,9 +210,9 @@ def load_masked_lm(folder: HFCheckpoint, config: Any) -> Any:
 
 
 def load_model(
-    folder: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any
+    directory: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Load the weights of a folder into a model of class `kind`, in float32.
+    """Load the weights of a directory into a model of class `kind`, in float32.
 
     The model is in eval mode. Weights that are missing or left over are no error: the report lists
     them.
@@ -239,25 +239,25 @@ def load_model(
             empty = kind(copy.deepcopy(config), **options)
     except Exception as error:  # wrong fields raise errors of many types
         raise InputError(
-            f"{folder.config_file}: {first_error_line(error)}; expected {expected}"
+            f"{directory.config_file}: {first_error_line(error)}; expected {expected}"
         ) from None
-    stored = sum(math.prod(header.shape) for header in folder.headers.values())
+    stored = sum(math.prod(header.shape) for header in directory.headers.values())
     parameters = sum(parameter.numel() for parameter in empty.parameters())
     if parameters > 2 * stored + _MAX_MISSING_PARAMETERS:  # a tied embedding may be counted twice
         raise InputError(
-            f"{folder.config_file}: describes a model of {parameters:,} parameters, "
+            f"{directory.config_file}: describes a model of {parameters:,} parameters, "
             f"and the files hold {stored:,}; expected {expected}"
         )
     computed = sum(buffer.numel() * buffer.element_size() for buffer in empty.buffers())
     if computed > _MAX_BUFFER_BYTES:
         raise InputError(
-            f"{folder.config_file}: describes a model with computed masks and tables of "
+            f"{directory.config_file}: describes a model with computed masks and tables of "
             f"{computed:,} bytes; "
             f"expected at most {_MAX_BUFFER_BYTES:,}: a smaller `max_position_embeddings`"
         )
     del empty
     try:
-        with folder.slices() as weights:
+        with directory.slices() as weights:
             model, report = kind.from_pretrained(
                 None,
                 config=config,
@@ -273,17 +273,17 @@ def load_model(
     except Exception as error:
         # Tensors with the right names and wrong dtypes raise errors of many types.
         raise InputError(
-            f"{folder.flag} {folder.path}: {first_error_line(error)}; expected {expected}"
+            f"{directory.flag} {directory.path}: {first_error_line(error)}; expected {expected}"
         ) from None
     for name, stored_shape, shape in sorted(report["mismatched_keys"]):
-        file, stored = _find_stored(folder, model, name)
+        file, stored = _find_stored(directory, model, name)
         raise InputError(
             f"{file}: tensor `{stored}`: found shape {list(stored_shape)}, "
             f"but {list(shape)} by config.json; expected {expected}"
         )
     for name, parameter in model.named_parameters():
-        file, stored = _find_stored(folder, model, name)
-        if stored in folder.headers and (dtype := folder.headers[stored].dtype) not in (
+        file, stored = _find_stored(directory, model, name)
+        if stored in directory.headers and (dtype := directory.headers[stored].dtype) not in (
             *FLOAT_DTYPES,
             "F64",
         ):
@@ -295,41 +295,41 @@ def load_model(
     return model, report
 
 
-def _find_stored(folder: HFCheckpoint, model: Any, name: str) -> tuple[Path, str]:
+def _find_stored(directory: HFCheckpoint, model: Any, name: str) -> tuple[Path, str]:
     """Return the file of a model's parameter and its name there.
 
-    Without a file, the folder.
+    Without a file, the directory.
     """
     # A model without head may be in a file of one with a head, and the other way round.
     prefix = f"{model.base_model_prefix}."
     for stored in (name, prefix + name, name.removeprefix(prefix)):
-        if stored in folder.headers:
-            return folder.headers[stored].file, stored
-    return folder.path, name
+        if stored in directory.headers:
+            return directory.headers[stored].file, stored
+    return directory.path, name
 
 
-def save_hf_config(config: Any, folder: Path) -> None:
-    """Write config.json to `folder`, with the fields that older versions read.
+def save_hf_config(config: Any, directory: Path) -> None:
+    """Write config.json to `directory`, with the fields that older versions read.
 
     Versions before 5 ignore `rope_parameters` and silently compute with their own defaults instead.
     """
-    config.save_pretrained(folder)
-    values = read_json_object(folder / CONFIG)
+    config.save_pretrained(directory)
+    values = read_json_object(directory / CONFIG)
     values |= _build_older_fields(values)
-    (folder / CONFIG).write_text(
+    (directory / CONFIG).write_text(
         json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
 
 
-def save_hf_model(model: Any, folder: Path) -> None:
-    """Write the transformers `model` to `folder`, its config by `save_hf_config`.
+def save_hf_model(model: Any, directory: Path) -> None:
+    """Write the transformers `model` to `directory`, its config by `save_hf_config`.
 
     All files have the mode of the process.
     """
-    model.save_pretrained(folder)
-    save_hf_config(model.config, folder)
-    for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / CONFIG, file)  # safetensors' own is 0600, whatever the umask
+    model.save_pretrained(directory)
+    save_hf_config(model.config, directory)
+    for file in directory.glob("*.safetensors"):
+        shutil.copymode(directory / CONFIG, file)  # safetensors' own is 0600, whatever the umask
 
 
 def find_lowest_version(config: Any) -> str:

@@ -41,7 +41,7 @@ class Distillation(MaskedLanguageModeling):
     runs are compared by the held-out loss of `mlm`. The student's temperature is 1, so there is no
     factor of temperature^2.
 
-    `teacher` is a folder with a masked language model for the run's tokenizer, for example an
+    `teacher` is a directory with a masked language model for the run's tokenizer, for example an
     export of this project; its path has no space and none of `,():=`, which mean something in a
     schedule. Its config and weights join the run's identity.
 
@@ -53,7 +53,7 @@ class Distillation(MaskedLanguageModeling):
 
     name = "distill"
 
-    teacher: str = option("", "folder of a Hugging Face masked language model")
+    teacher: str = option("", "directory of a Hugging Face masked language model")
     top_k: int = option(
         32, "number of the teacher's likeliest tokens in a label distribution", low=1
     )
@@ -61,9 +61,9 @@ class Distillation(MaskedLanguageModeling):
     share: float = option(0.5, "share of the teacher in a label distribution", low=0, high=1)
 
     def __post_init__(self) -> None:
-        """Check the options, but not the teacher's folder.
+        """Check the options, but not the teacher's directory.
 
-        Exports of a run do not need the folder.
+        Exports of a run do not need the directory.
 
         Raises:
             OptionError: An option has a wrong value.
@@ -74,7 +74,7 @@ class Distillation(MaskedLanguageModeling):
             raise OptionError(
                 self.name,
                 "teacher",
-                "missing, expected the folder of a masked language model: "
+                "missing, expected the directory of a masked language model: "
                 f"{self.name}(teacher=DIR)",
             )
 
@@ -84,10 +84,10 @@ class Distillation(MaskedLanguageModeling):
         They are the teacher's config and weights.
 
         Raises:
-            InputError: The teacher's folder cannot be read.
+            InputError: The teacher's directory cannot be read.
         """
-        folder = _open_folder(self.teacher)
-        return *super().files(), folder.config_file, *folder.files
+        directory = _open_directory(self.teacher)
+        return *super().files(), directory.config_file, *directory.files
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of `mlm`, whose label distributions mix label and teacher.
@@ -122,15 +122,15 @@ class Teacher:
     """Frozen masked language model in float32 on the CPU."""
 
     def __init__(self, path: str, vocabulary: Vocabulary):
-        """Load the model in the folder `path`.
+        """Load the model in the directory `path`.
 
         Raises:
             InputError: It is no masked language model, or has another vocabulary.
         """
         from megaenc.hf.model import find_position_offset, load_hf_config, load_masked_lm
 
-        folder = _open_folder(path)
-        config = load_hf_config(folder)
+        directory = _open_directory(path)
+        config = load_hf_config(directory)
         size = getattr(config, "vocab_size", 0)
         if size < vocabulary.size:
             owner = "the tokenizer" if vocabulary.fingerprint else "made-up packs"
@@ -141,7 +141,7 @@ class Teacher:
         _check_tokenizer(Path(path), vocabulary)
         self.path = path
         self.vocabulary = vocabulary
-        self.model = load_masked_lm(folder, config).requires_grad_(False)
+        self.model = load_masked_lm(directory, config).requires_grad_(False)
         if shift := getattr(config, "prediction_shift", 0):
             raise InputError(
                 f"teacher {path}: predicts tokens {shift} further (`prediction_shift`), "
@@ -238,7 +238,7 @@ class Teacher:
 
 @lru_cache(maxsize=4)
 def load_teacher(path: str, vocabulary: Vocabulary) -> Teacher:
-    """Return the Teacher in the folder `path`, loaded once in a process.
+    """Return the Teacher in the directory `path`, loaded once in a process.
 
     The last four are kept.
 
@@ -249,8 +249,8 @@ def load_teacher(path: str, vocabulary: Vocabulary) -> Teacher:
 
 
 @cache
-def _open_folder(path: str) -> "HFCheckpoint":
-    """Read the config and the weights' headers in a folder, once in a process.
+def _open_directory(path: str) -> "HFCheckpoint":
+    """Read the config and the weights' headers in a directory, once in a process.
 
     Raises:
         InputError: They cannot be read.
@@ -260,20 +260,20 @@ def _open_folder(path: str) -> "HFCheckpoint":
     return HFCheckpoint(Path(path), "teacher")
 
 
-def _check_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
-    """Check that a folder has no tokenizer but that of a vocabulary.
+def _check_tokenizer(directory: Path, vocabulary: Vocabulary) -> None:
+    """Check that a directory has no tokenizer but that of a vocabulary.
 
     Raises:
         InputError: It has another one.
     """
     from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 
-    if not vocabulary.fingerprint or not (folder / "tokenizer.json").exists():
+    if not vocabulary.fingerprint or not (directory / "tokenizer.json").exists():
         return  # made-up vocabularies have no tokenizer
-    teacher = read_vocabulary(load_tokenizer(folder, "teacher"))
+    teacher = read_vocabulary(load_tokenizer(directory, "teacher"))
     if not vocabulary.is_of_tokenizer(teacher.fingerprint, teacher.text_fingerprint):
         raise InputError(
-            f"teacher {folder}: its tokenizer ({teacher.fingerprint[:12]}) is not the run's "
+            f"teacher {directory}: its tokenizer ({teacher.fingerprint[:12]}) is not the run's "
             f"({vocabulary.fingerprint[:12]}), "
             "expected a model trained with the same"
         )

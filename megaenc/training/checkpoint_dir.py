@@ -75,8 +75,8 @@ class CheckpointDir:
     newest step.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, directory: Path):
+        self.directory = directory
 
     def tracked_step(self) -> int | None:
         """Return the newest checkpoint's step by the tracker file; None without the file.
@@ -84,7 +84,7 @@ class CheckpointDir:
         Raises:
             InputError: The file cannot be read or has no number.
         """
-        tracker = self.folder / TRACKER_FILE
+        tracker = self.directory / TRACKER_FILE
         try:
             text = read_regular_file(tracker, limit=100).decode("utf-8", errors="replace").strip()
         except FileNotFoundError:
@@ -105,7 +105,7 @@ class CheckpointDir:
 
         It need not exist.
         """
-        return self.folder / f"iter_{step:07d}"
+        return self.directory / f"iter_{step:07d}"
 
     def steps(self) -> list[int]:
         """Return the sorted steps of all checkpoint directories, complete or not.
@@ -113,7 +113,9 @@ class CheckpointDir:
         There are none without the directory `checkpoints`.
         """
         return sorted(
-            int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal()
+            int(path.name[5:])
+            for path in self.directory.glob("iter_*")
+            if path.name[5:].isdecimal()
         )
 
     def read_state(self, step: int) -> dict[str, Any]:
@@ -237,11 +239,11 @@ def file_digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
         return dict(zip([file.name for file in files], pool.map(file_digest, files), strict=True))
 
 
-def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
+def find_size_damage(directory: Path, expected: dict[str, dict[str, Any]]) -> str | None:
     """Return a message on the first missing file, or file of a wrong size.
 
     Args:
-        expected: Digests of the files of `folder` by name (`file_digests`).
+        expected: Digests of the files of `directory` by name (`file_digests`).
 
     Returns:
         The message; None if all files match.
@@ -250,7 +252,7 @@ def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str |
         OSError: The size of a file cannot be read.
     """
     for name, entry in expected.items():
-        file = folder / name
+        file = directory / name
         try:
             status = file.stat() if name == file.name else None
         except FileNotFoundError:
@@ -262,11 +264,11 @@ def find_size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str |
     return None
 
 
-def find_content_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
+def find_content_damage(directory: Path, expected: dict[str, dict[str, Any]]) -> str | None:
     """Return a message on the first file whose SHA-256 differs from the expected one.
 
     Args:
-        expected: Digests of the files of `folder` by name (`file_digests`).
+        expected: Digests of the files of `directory` by name (`file_digests`).
 
     Returns:
         The message; None if all files match.
@@ -274,13 +276,13 @@ def find_content_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> st
     Raises:
         OSError: A file is missing or cannot be read.
     """
-    digests = file_digests(folder / name for name in expected)
+    digests = file_digests(directory / name for name in expected)
     for name, entry in expected.items():
         digest = digests[name]["sha256"]
         if digest != entry["sha256"]:
             expected_digest = str(entry["sha256"])[:12]
             return (
-                f"{folder / name}: its content changed (SHA-256 {digest[:12]}..., expected "
+                f"{directory / name}: its content changed (SHA-256 {digest[:12]}..., expected "
                 f"{expected_digest}...)"
             )
     return None

@@ -200,13 +200,13 @@ def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
         return data_configs, settings.data.tokenizer
     from megaenc.data.demo import DemoPaths, ensure_demo, find_demo_parts
 
-    folder = Path("demo")
+    directory = Path("demo")
     parts = find_demo_parts(
-        [word for data_path in given for _, word in parse_data_path(data_path)], folder
+        [word for data_path in given for _, word in parse_data_path(data_path)], directory
     )
     if parts is None and len(given) == len(data_configs):
         return data_configs, ""
-    demo = DemoPaths.in_folder(folder)
+    demo = DemoPaths.in_directory(directory)
     parts = parts or ()
     if settings.output.dry_run:
         for prefix in (demo.data_prefix, *map(demo.part_prefix, parts)):
@@ -219,7 +219,7 @@ def _resolve_data(settings: PretrainConfig) -> tuple[list[DataConfig], str]:
             "--data-path: missing, expected the prefix of a corpus built with --tokenizer "
             "(tools/preprocess_data.py)"
         )
-    ensure_demo(folder, parts=parts)
+    ensure_demo(directory, parts=parts)
     path = (str(demo.data_prefix),)
     return [
         dataclasses.replace(data, data_path=data.data_path or path) for data in data_configs

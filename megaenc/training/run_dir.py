@@ -142,8 +142,8 @@ class RunDir:
         # Its contexts end, and give the names, in reverse order.
         with contextlib.ExitStack() as stack:
             if not (self.path / TOKENIZER_DIR).exists():
-                folder = stack.enter_context(atomic_dir(self.path / TOKENIZER_DIR))
-                plan.tokenizer.save_pretrained(folder)
+                directory = stack.enter_context(atomic_dir(self.path / TOKENIZER_DIR))
+                plan.tokenizer.save_pretrained(directory)
             [config_file] = stack.enter_context(atomic_files(self.path / CONFIG_FILE))
             config_file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
             # Named first, because it marks the directory as a run.

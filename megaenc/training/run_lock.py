@@ -20,7 +20,7 @@ class RunLock(FileLock):
     The directory is created if missing. The lock is held until `release` or the end of the process.
     """
 
-    def __init__(self, folder: Path, patience: float = 0.0):
+    def __init__(self, directory: Path, patience: float = 0.0):
         """Acquire the lock, waiting up to `patience` seconds for another process.
 
         After a restart by torchrun, the replaced processes may still be exiting on another machine.
@@ -28,8 +28,8 @@ class RunLock(FileLock):
         Raises:
             InputError: Another process holds the lock, or it cannot be acquired.
         """
-        super().__init__(folder / LOCK_FILE)
-        self.folder = folder
+        super().__init__(directory / LOCK_FILE)
+        self.directory = directory
         try:
             self._wait(patience)
         except OSError as error:
@@ -43,7 +43,7 @@ class RunLock(FileLock):
                 )
             else:
                 reason = f"{error.strerror}; expected a writable directory"
-            raise InputError(f"--save {folder}: {reason}") from None
+            raise InputError(f"--save {directory}: {reason}") from None
 
     def _wait(self, patience: float) -> None:
         """Try to acquire the lock for `patience` seconds.
@@ -56,13 +56,13 @@ class RunLock(FileLock):
         while not self.acquire():
             if time.monotonic() >= deadline:
                 raise InputError(
-                    f"--save {self.folder}: another process is training in this directory; wait "
+                    f"--save {self.directory}: another process is training in this directory; wait "
                     "for it or choose another"
                 )
             if time.monotonic() >= next_message:
                 next_message = deadline
                 print_rank_0(
-                    f"--save {self.folder}: another process holds its lock; waiting up to "
+                    f"--save {self.directory}: another process holds its lock; waiting up to "
                     f"{patience:.0f} s"
                 )
             time.sleep(0.1)
@@ -78,8 +78,8 @@ class RunLock(FileLock):
         for _ in range(_ACQUIRE_ATTEMPTS):
             # Another process may be removing the directories.
             with contextlib.suppress(FileNotFoundError):
-                if not self.folder.exists():
-                    self.folder.mkdir(parents=True, exist_ok=True)
+                if not self.directory.exists():
+                    self.directory.mkdir(parents=True, exist_ok=True)
                 return super().acquire()
         return super().acquire()
 

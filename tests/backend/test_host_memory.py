@@ -21,10 +21,10 @@ print(kept, (pages() - before) / written)
 """
 
 
-def looked(folder, **environment) -> tuple[bool, float]:
-    (folder / "program.py").write_text(PROGRAM)
+def looked(directory, **environment) -> tuple[bool, float]:
+    (directory / "program.py").write_text(PROGRAM)
     kept, pages = runs.script(
-        folder / "program.py", [], fresh=True, environment=environment
+        directory / "program.py", [], fresh=True, environment=environment
     ).stdout.split()
     return kept == "True", float(pages)
 

@@ -119,32 +119,32 @@ def build(name: str, *, vocab_size: int = 400, **options):
     return model
 
 
-def write(model, folder: Path | str, tokenizer: Path, **how) -> Path:
-    """Save `model` and a copy of the tokenizer in `folder`.
+def write(model, directory: Path | str, tokenizer: Path, **how) -> Path:
+    """Save `model` and a copy of the tokenizer in `directory`.
 
     `how` are arguments of save_pretrained.
     """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # what a test counts on standard error is the command's
-    model.save_pretrained(folder, **how)
+    model.save_pretrained(directory, **how)
     for file in tokenizer.iterdir():
-        shutil.copy(file, folder)
-    return Path(folder)
+        shutil.copy(file, directory)
+    return Path(directory)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(directory: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a directory's safetensors file."""
     return {
         name: tensor
-        for file in folder.glob("*.safetensors")
+        for file in directory.glob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
 
 
-def from_hf(folder: Path | str, output: Path | str, *flags: str) -> Path:
+def from_hf(directory: Path | str, output: Path | str, *flags: str) -> Path:
     """Convert a Hugging Face directory by the command; return the run directory."""
-    main(["from-hf", "--input", str(folder), "--output", str(output), *flags])
+    main(["from-hf", "--input", str(directory), "--output", str(output), *flags])
     return Path(output)
 
 

@@ -69,11 +69,11 @@ def continued(small_corpus, tmp_path_factory):
     found = {}
     jobs = []
     for name in MODELS:
-        folder = tmp_path_factory.mktemp("continued")
+        directory = tmp_path_factory.mktemp("continued")
         model = hf_models.build(name, vocab_size=410, attn_implementation="eager")
-        hf_models.write(model, folder / "hf", small_corpus.tokenizer)
-        hf_models.from_hf(folder / "hf", folder / "core")
-        core = folder / "core"
+        hf_models.write(model, directory / "hf", small_corpus.tokenizer)
+        hf_models.from_hf(directory / "hf", directory / "core")
+        core = directory / "core"
         flags = [
             "--config",
             str(core / "config.yaml"),
@@ -85,10 +85,10 @@ def continued(small_corpus, tmp_path_factory):
         flags += BOTH_OBJECTIVES if name in ("modernbert-decoder", "gemma3") else []
         ranks = 1 if name == "modernbert" else 2
         jobs.append(
-            runs.Job(folder / "run", [*flags, "--tensor-model-parallel-size", str(ranks)], ranks)
+            runs.Job(directory / "run", [*flags, "--tensor-model-parallel-size", str(ranks)], ranks)
         )
-        found[name] = (model, flags, folder / "run")
-    runs.in_turn(jobs, folder, timeout=800)
+        found[name] = (model, flags, directory / "run")
+    runs.in_turn(jobs, directory, timeout=800)
     return found
 
 
@@ -97,16 +97,16 @@ def continued(small_corpus, tmp_path_factory):
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_equal_those_of_a_plain_loop(name, continued):
     """Losses, norms and all weights agree, biases and query and key norms too."""
-    model, flags, run_folder = continued[name]
+    model, flags, run_directory = continued[name]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plan = build_plan(parse_config(flags, "test"))
     losses, norms = plain_loop.train(model, plan, STEPS, learning_rate, CLIP)
     assert max(norms) > CLIP, "the clip never bit, so it was not tested"
     expected = model.state_dict()
-    rows = runs.metrics(run_folder)
+    rows = runs.metrics(run_directory)
     np.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=1e-4)
     np.testing.assert_allclose([row["grad_norm"] for row in rows], norms, rtol=1e-4)
-    run = open_run_checkpoint(run_folder)
+    run = open_run_checkpoint(run_directory)
     for name, tensor in core_to_hf(
         load_weights(run, None)[1], run.model, run.vocab_size, run.origin.family
     ).items():

@@ -29,7 +29,7 @@ def two_runs(small_corpus, tmp_path_factory):
 
     The second run's weights do not change.
     """
-    folder = tmp_path_factory.mktemp("all")
+    directory = tmp_path_factory.mktemp("all")
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--bf16"]
     keep = ["--save-interval", "5", "--keep-every", "10"]
     still = [
@@ -44,11 +44,11 @@ def two_runs(small_corpus, tmp_path_factory):
     ]
     still += ["--lr-wsd-decay-iters", "1", "--no-untie-embeddings-and-output-weights"]
     jobs = [
-        runs.Job(folder / "run", [*flags, *keep, "--tensor-model-parallel-size", "2"], 2),
-        runs.Job(folder / "still", [*flags, *still]),
+        runs.Job(directory / "run", [*flags, *keep, "--tensor-model-parallel-size", "2"], 2),
+        runs.Job(directory / "still", [*flags, *still]),
     ]
-    runs.in_turn(jobs, folder)
-    return folder
+    runs.in_turn(jobs, directory)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -56,29 +56,29 @@ def exports(two_runs):
     """Return the exports of `--all` by step."""
     size = f"{open_run_checkpoint(two_runs / 'run').model.parameter_count(400) / 1e6:.3g}m"
     name = f"{size}-clm-10-mlm40-20"
-    folder = hf_models.to_hf(two_runs / "run", two_runs / "hf", "--all")
-    assert {path.name for path in folder.iterdir()} == {f"{name}-0", f"{name}-10", name}
-    return {0: folder / f"{name}-0", 10: folder / f"{name}-10", 20: folder / name}
+    directory = hf_models.to_hf(two_runs / "run", two_runs / "hf", "--all")
+    assert {path.name for path in directory.iterdir()} == {f"{name}-0", f"{name}-10", name}
+    return {0: directory / f"{name}-0", 10: directory / f"{name}-10", 20: directory / name}
 
 
 @pytest.mark.multiprocess
 def test_each_kept_checkpoint_and_step_0(exports):
-    for step, folder in exports.items():
-        assert read_json(folder / "conversion.json")["step"] == step
-        card = (folder / "README.md").read_text()
-        assert f"# {folder.name}\n" in card and f"this is step {step}," in card
+    for step, directory in exports.items():
+        assert read_json(directory / "conversion.json")["step"] == step
+        card = (directory / "README.md").read_text()
+        assert f"# {directory.name}\n" in card and f"this is step {step}," in card
         assert f"| {step} | held out, `mlm` |" in card, (
             "figures are those of the step and no later ones"
         )
-    norms = [hf_models.weights(folder)["model.norm.weight"] for folder in exports.values()]
+    norms = [hf_models.weights(directory)["model.norm.weight"] for directory in exports.values()]
     assert not torch.equal(norms[0], norms[1]) and not torch.equal(norms[1], norms[2])
 
 
 @pytest.mark.multiprocess
-def test_a_folder_has_the_ids_of_its_tokenizer(exports, small_corpus):
-    folder = exports[20]
-    config = read_json(folder / "config.json")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_a_directory_has_the_ids_of_its_tokenizer(exports, small_corpus):
+    directory = exports[20]
+    config = read_json(directory / "config.json")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     assert config["vocab_size"] == len(tokenizer) == 400, "vocabulary padding is not exported"
     assert (config["mask_token_id"], config["eos_token_id"]) == (
         tokenizer.mask_token_id,

@@ -44,7 +44,7 @@ def begun(cores, small_corpus, tmp_path_factory):
     The first and the last stage of a pipeline hold a tied embedding, tensor-parallel ranks hold
     halves of untied weights.
     """
-    folder = tmp_path_factory.mktemp("begun")
+    directory = tmp_path_factory.mktemp("begun")
     corpus = [
         "--input",
         str(small_corpus.text),
@@ -52,7 +52,7 @@ def begun(cores, small_corpus, tmp_path_factory):
         str(cores("qwen2", True)[1] / "tokenizer"),
         "--append-eod",
     ]
-    preprocess.main([*corpus, "--output-prefix", str(folder / "qwen")])
+    preprocess.main([*corpus, "--output-prefix", str(directory / "qwen")])
     jobs = {}
     for name in hf_models.MODELS:
         core = cores(name, TIED[name])[1]
@@ -69,9 +69,9 @@ def begun(cores, small_corpus, tmp_path_factory):
             2,
         ]
         if name == "qwen2":
-            flags += ["--data-path", folder / "qwen_text_document", *corpus[2:4]]
-        jobs[name] = runs.Job(folder / name, [str(flag) for flag in flags], processes=2)
-    runs.in_turn(list(jobs.values()), folder, timeout=800)
+            flags += ["--data-path", directory / "qwen_text_document", *corpus[2:4]]
+        jobs[name] = runs.Job(directory / name, [str(flag) for flag in flags], processes=2)
+    runs.in_turn(list(jobs.values()), directory, timeout=800)
     return {name: job.save for name, job in jobs.items()}
 
 
@@ -81,8 +81,8 @@ def way_back(name):
     return ["--as", family if family in hf_models.ONLY_CAUSAL else "source"]
 
 
-def config(folder):
-    return read_json(folder / "config.json")
+def config(directory):
+    return read_json(directory / "config.json")
 
 
 def assert_same(found, expected):
@@ -341,11 +341,11 @@ def test_dtype_and_shards(cores):
 LOAD = """
 import sys, transformers
 assert not [name for name in sys.modules if name.startswith("mega")]
-folder, name = sys.argv[1:]
-model, report = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+directory, name = sys.argv[1:]
+model, report = getattr(transformers, name).from_pretrained(directory, output_loading_info=True)
 for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
     assert not report[kind], report
-tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
 model(**tokenizer(["a stone", "a much longer text than that"], padding=True, return_tensors="pt"))
 """
 

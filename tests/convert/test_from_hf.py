@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import hf_models
-import hostile_folders
+import hostile_directories
 import plain_loop
 import pytest
 import runs
@@ -43,10 +43,10 @@ def llama(came_in):
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_a_run_folder_says_what_came_in(name, came_in):
-    folder, core = came_in(name)
+def test_a_run_directory_says_what_came_in(name, came_in):
+    directory, core = came_in(name)
     facts = read_json(core / "run.json")
-    sizes = {name: tensor.numel() for name, tensor in hf_models.weights(folder).items()}
+    sizes = {name: tensor.numel() for name, tensor in hf_models.weights(directory).items()}
     assert facts["parameters"] == sum(
         size for name, size in sizes.items() if not name.endswith("o_proj.bias")
     )
@@ -62,7 +62,7 @@ def test_a_run_folder_says_what_came_in(name, came_in):
     )
 
 
-def by_transformers(folder, attention):
+def by_transformers(directory, attention):
     """Return transformers' own model of a directory, with the mask of `attention`."""
     from transformers import (
         AutoConfig,
@@ -72,12 +72,12 @@ def by_transformers(folder, attention):
         LlamaForCausalLM,
     )
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(directory)
     causal = attention == Attention.CAUSAL
     if config.model_type in ("modernbert", "modernbert-decoder", "neobert"):
         is_encoder = config.model_type in hf_models.ENCODERS
         kind = AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
-        model, report = kind.from_pretrained(folder, output_loading_info=True)
+        model, report = kind.from_pretrained(directory, output_loading_info=True)
         if causal == is_encoder:  # it has no such mask of its own
             masks = plain_loop.attention_masks
             return lambda tokens: model(
@@ -85,7 +85,7 @@ def by_transformers(folder, attention):
             )
     elif config.model_type == "eurobert":  # Llama's class computes the same layers, and causally
         model, report = (LlamaForCausalLM if causal else EuroBertForMaskedLM).from_pretrained(
-            folder, output_loading_info=True
+            directory, output_loading_info=True
         )
     else:
         if config.model_type == "gemma3_text":
@@ -93,7 +93,7 @@ def by_transformers(folder, attention):
         elif not causal:
             config.is_causal = False
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True
+            directory, config=config, output_loading_info=True
         )
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model
@@ -103,7 +103,7 @@ def by_transformers(folder, attention):
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_logits_are_those_of_transformers(name, attention, came_in):
     """megatron-core reads the documents as one pack, transformers one at a time."""
-    folder, core = came_in(name)
+    directory, core = came_in(name)
     documents = tuple(
         (torch.arange(length) * 7919 + length) % 400 for length in (300, 120, 50, 7, 1)
     )
@@ -111,7 +111,7 @@ def test_logits_are_those_of_transformers(name, attention, came_in):
         packed = compute_core_outputs(
             encoder, ProbeBatch(documents, documents[-1][None]), attention
         )
-    model = by_transformers(folder, attention)
+    model = by_transformers(directory, attention)
     with torch.no_grad():
         expected = [model(document[None]).logits[0] for document in documents]
         cut = model(documents[0][None, :-1]).logits[0]
@@ -148,26 +148,26 @@ def test_shards_and_a_base_model_hold_the_same(llama, small_corpus):
     ],
 )
 def test_dtype_is_that_of_the_weights_unless_asked(stored, flags, expected, llama):
-    folder = shutil.copytree(llama, Path("hf"))
+    directory = shutil.copytree(llama, Path("hf"))
     weights = {name: tensor.to(stored) for name, tensor in hf_models.weights(llama).items()}
-    save_file(weights, folder / "model.safetensors")
-    found = held(hf_models.from_hf(folder, "core", *flags))
+    save_file(weights, directory / "model.safetensors")
+    found = held(hf_models.from_hf(directory, "core", *flags))
     assert {tensor.dtype for tensor in found.values()} == {expected}
     assert_same(found, weights)
 
 
 def test_code_of_released_weights_is_not_run(llama):
-    folder = shutil.copytree(llama, Path("hf"))
-    hostile_folders.edit(
+    directory = shutil.copytree(llama, Path("hf"))
+    hostile_directories.edit(
         model_type="sl_model", auto_map={"AutoConfig": "code.Config", "AutoModel": "code.Model"}
-    )(folder)
-    (folder / "code.py").write_text("raise SystemExit('run')")
-    assert_same(held(hf_models.from_hf(folder, "core")), hf_models.weights(llama))
+    )(directory)
+    (directory / "code.py").write_text("raise SystemExit('run')")
+    assert_same(held(hf_models.from_hf(directory, "core")), hf_models.weights(llama))
 
 
-def rename_mask(folder, output, new):
-    """Copy `folder`, with another name and no role for its mask token."""
-    shutil.copytree(folder, output)
+def rename_mask(directory, output, new):
+    """Copy `directory`, with another name and no role for its mask token."""
+    shutil.copytree(directory, output)
     tokenizer = read_json(output / "tokenizer.json")
     config = read_json(output / "tokenizer_config.json")
     tokenizer["added_tokens"][1] |= {"content": new, "lstrip": False}
@@ -196,12 +196,12 @@ def test_a_reserved_token_becomes_the_mask(name, llama):
 def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, refusal):
     """It takes the first spare row of the vocabulary, or a new one."""
     model = hf_models.build("qwen3", vocab_size=rows)
-    folder = hf_models.write(model, "plain", small_corpus.tokenizer)
-    folder = rename_mask(folder, Path("hf"), "<|fim_pad|>")
+    directory = hf_models.write(model, "plain", small_corpus.tokenizer)
+    directory = rename_mask(directory, Path("hf"), "<|fim_pad|>")
     assert "give --add-mask-token" in refusal(
-        main, ["from-hf", "--input", folder, "--output", "core"]
+        main, ["from-hf", "--input", directory, "--output", "core"]
     )
-    core = hf_models.from_hf(folder, "core", "--add-mask-token")
+    core = hf_models.from_hf(directory, "core", "--add-mask-token")
     card = hf_models.to_hf(core, "out") / "README.md"
     assert (
         "The row of its mask token, `<|mask|>`, was added: the mean of the others."
@@ -213,7 +213,7 @@ def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, refusal):
     )
     assert open_run_checkpoint(core).vocab_size == max(rows, 401)
     found = held(core)
-    given = hf_models.weights(folder)
+    given = hf_models.weights(directory)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         torch.testing.assert_close(found[name][400], given[name][:400].mean(dim=0))
         for tensors in (found, given):
@@ -234,13 +234,13 @@ def test_where_it_was_called_is_of_no_account(llama, tmp_path, monkeypatch):
 
 def test_a_reserved_token_whose_row_nothing_trained_has_the_mean_of_the_others(llama):
     """Rows of Llama 3's reserved tokens are almost zero; RMSNorm would enlarge them."""
-    folder = rename_mask(llama, Path("hf"), "<|reserved_special_token_7|>")
+    directory = rename_mask(llama, Path("hf"), "<|reserved_special_token_7|>")
     matrices = ("lm_head.weight", "model.embed_tokens.weight")
-    given = hf_models.weights(folder)
+    given = hf_models.weights(directory)
     for name in matrices:
         given[name][[1, 5]] *= 1e-6  # the one that becomes the mask token, and another
-    save_file(given, folder / "model.safetensors")
-    core = hf_models.from_hf(folder, "core")
+    save_file(given, directory / "model.safetensors")
+    core = hf_models.from_hf(directory, "core")
     source = read_json(core / "run.json")["source"]
     assert source["mask_token"] == {
         "token": "<|reserved_special_token_7|>",
@@ -288,29 +288,29 @@ def test_a_run_that_does_not_fit_is_one_line(llama, small_corpus, refusal):
 
 
 def edit_weights(change):
-    def edit(folder):
-        tensors = hf_models.weights(folder)
+    def edit(directory):
+        tensors = hf_models.weights(directory)
         change(tensors)
         save_file(
             {name: tensor.clone().contiguous() for name, tensor in tensors.items()},
-            folder / "model.safetensors",
+            directory / "model.safetensors",
         )
 
     return edit
 
 
-def without_tokenizer(folder):
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer_config.json").unlink()
+def without_tokenizer(directory):
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer_config.json").unlink()
 
 
-def small_vocabulary(folder):
-    hostile_folders.edit(vocab_size=390)(folder)
+def small_vocabulary(directory):
+    hostile_directories.edit(vocab_size=390)(directory)
     edit_weights(
         lambda t: t.update(
             {name: t[name][:390] for name in ("lm_head.weight", "model.embed_tokens.weight")}
         )
-    )(folder)
+    )(directory)
 
 
 NORM = "model.norm.weight"
@@ -318,19 +318,19 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 MORE = "model.layers.2.mlp.down_proj.weight"
 BAD = {
     "another family": (
-        hostile_folders.edit(model_type="gemma"),
+        hostile_directories.edit(model_type="gemma"),
         "found 'gemma', expected one of eurobert, llama, mistral",
     ),
     "no config": (
-        lambda folder: (folder / "config.json").unlink(),
+        lambda directory: (directory / "config.json").unlink(),
         "config.json: No such file or directory; expected",
     ),
     "no weights": (
-        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda directory: (directory / "model.safetensors").unlink(),
         "no model.safetensors and no model.safetensors.index",
     ),
     "not in its shard": (
-        hostile_folders.index("model-1.safetensors", MORE),
+        hostile_directories.index("model-1.safetensors", MORE),
         f"no tensor `{MORE}`, which",
     ),
     "missing tensor": (
@@ -354,7 +354,7 @@ BAD = {
         "saved without its output layer, which training needs",
     ),
     "tied in name": (
-        hostile_folders.edit(tie_word_embeddings=True),
+        hostile_directories.edit(tie_word_embeddings=True),
         "`tie_word_embeddings`: found true, but `lm_head.weight`",
     ),
     "a small vocabulary": (
@@ -366,11 +366,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_leaves_no_folder(case, llama, refusal):
+def test_bad_input_is_one_line_and_leaves_no_directory(case, llama, refusal):
     change, words = BAD[case]
-    folder = shutil.copytree(llama, Path("hf"))
-    change(folder)
-    line = refusal(main, ["from-hf", "--input", folder, "--output", "out/core"])
+    directory = shutil.copytree(llama, Path("hf"))
+    change(directory)
+    line = refusal(main, ["from-hf", "--input", directory, "--output", "out/core"])
     assert words in line, line
     assert not Path("out").exists()
 
@@ -379,7 +379,7 @@ def test_what_does_not_fit_the_weights_is_one_line(llama, small_corpus, refusal)
     model = hf_models.build("qwen3 with biases and YaRN")
     torch.nn.init.ones_(model.model.layers[1].self_attn.o_proj.bias)
     biased = hf_models.write(model, "hf", small_corpus.tokenizer)
-    for folder, flags, words in (
+    for directory, flags, words in (
         (
             biased,
             [],
@@ -389,5 +389,5 @@ def test_what_does_not_fit_the_weights_is_one_line(llama, small_corpus, refusal)
         (llama, ["--add-mask-token"], "the tokenizer has a mask token, <|mask|>"),
         (llama, ["--tie-word-embeddings"], "holds an output layer, `lm_head.weight`"),
     ):
-        assert words in refusal(main, ["from-hf", "--input", folder, "--output", "core", *flags])
+        assert words in refusal(main, ["from-hf", "--input", directory, "--output", "core", *flags])
         assert not Path("core").exists()

@@ -34,9 +34,9 @@ SHORT = [
 ]
 
 
-def stored(folder, step, prefix=""):
+def stored(directory, step, prefix=""):
     """Load the tensors of a checkpoint below `prefix` and `model.`, without padding."""
-    path = Path(folder) / "checkpoints" / f"iter_{step:07d}"
+    path = Path(directory) / "checkpoints" / f"iter_{step:07d}"
     known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     names = [
         name
@@ -77,8 +77,8 @@ def trained(small_corpus, tmp_path_factory):
 
     The first has checkpoints of steps 2 and 4. Not to be changed.
     """
-    folder = tmp_path_factory.mktemp("trained")
-    pretrain([*small_corpus.flags, *SHORT, "--save", str(folder / "a")])
+    directory = tmp_path_factory.mktemp("trained")
+    pretrain([*small_corpus.flags, *SHORT, "--save", str(directory / "a")])
     other = [
         "--seed",
         "2",
@@ -90,8 +90,8 @@ def trained(small_corpus, tmp_path_factory):
         "--train-iters",
         "2",
     ]
-    pretrain([*small_corpus.flags, *SHORT, *other, "--save", str(folder / "b")])
-    return folder / "a", folder / "b"
+    pretrain([*small_corpus.flags, *SHORT, *other, "--save", str(directory / "b")])
+    return directory / "a", directory / "b"
 
 
 @pytest.fixture(scope="module")

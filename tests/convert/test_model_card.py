@@ -166,13 +166,13 @@ def test_what_loads_an_export_is_said_and_what_it_is_for(architecture, attention
 def test_an_export_of_mntp_is_read_where_its_card_says(small_corpus):
     """The fill-mask task moves the outputs of the export by one position."""
     pretrain([*small_corpus.flags, *runs.SHORT_RUN, *runs.STANDSTILL, *MNTP, "--save", "run"])
-    folder = hf_models.to_hf("run", "hf")
-    assert "read the logits at position i - 1" in (folder / "README.md").read_text()
-    moved, _ = fill_mask.load_masked_lm(folder)
-    config = json.loads((folder / "config.json").read_text())
+    directory = hf_models.to_hf("run", "hf")
+    assert "read the logits at position i - 1" in (directory / "README.md").read_text()
+    moved, _ = fill_mask.load_masked_lm(directory)
+    config = json.loads((directory / "config.json").read_text())
     assert config.pop("prediction_shift") == 1
-    (folder / "config.json").write_text(json.dumps(config))
-    in_place, _ = fill_mask.load_masked_lm(folder)
+    (directory / "config.json").write_text(json.dumps(config))
+    in_place, _ = fill_mask.load_masked_lm(directory)
     tokens = torch.arange(2, 30)[None]
     with torch.no_grad():
         assert torch.equal(moved(tokens).logits[:, 1:], in_place(tokens).logits[:, :-1])

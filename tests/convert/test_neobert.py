@@ -15,20 +15,20 @@ from megaenc.hf.neobert_model import NeoBERTConfig, NeoBERTLMHead
 from megaenc.model.config import get_preset
 
 
-def bring_in(folder, small_corpus, bias):
+def bring_in(directory, small_corpus, bias):
     """Build a model whose output bias is scaled by `bias`, and its run directory.
 
     Its config has no token ids, as the released one.
     """
     model = hf_models.build("neobert", vocab_size=410).eval()
     model.decoder.bias.data *= bias
-    hf_models.write(model, folder / "hf", small_corpus.tokenizer)
-    config = json.loads((folder / "hf" / "config.json").read_text())
+    hf_models.write(model, directory / "hf", small_corpus.tokenizer)
+    config = json.loads((directory / "hf" / "config.json").read_text())
     config.pop("eos_token_id")
     config.pop("bos_token_id")
-    (folder / "hf" / "config.json").write_text(json.dumps(config))
-    hf_models.from_hf(folder / "hf", folder / "core")
-    return model, folder / "core"
+    (directory / "hf" / "config.json").write_text(json.dumps(config))
+    hf_models.from_hf(directory / "hf", directory / "core")
+    return model, directory / "core"
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])

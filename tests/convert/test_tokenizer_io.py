@@ -25,14 +25,14 @@ TEXTS = [
 ]
 
 
-def came(name, folder, spare=13, **changes):
+def came(name, directory, spare=13, **changes):
     """Write a model with the tokenizer `name` and `spare` rows of the vocabulary."""
     make, model, _ = hf_tokenizers.KINDS[name]
     made = make()
-    tokenizer = hf_tokenizers.save(made, folder / "tokenizer", **changes)
+    tokenizer = hf_tokenizers.save(made, directory / "tokenizer", **changes)
     return hf_models.write(
         hf_models.build(model, vocab_size=made[0].get_vocab_size() + spare),
-        folder / "hf",
+        directory / "hf",
         tokenizer,
     )
 
@@ -42,9 +42,9 @@ def cores(tmp_path_factory):
     """Return the Hugging Face and run directories by tokenizer. Not to be changed."""
     found = {}
     for name, (_, _, flags) in hf_tokenizers.KINDS.items():
-        folder = tmp_path_factory.mktemp("kind")
-        hf = came(name, folder)
-        found[name] = hf, hf_models.from_hf(hf, folder / "core", *flags)
+        directory = tmp_path_factory.mktemp("kind")
+        hf = came(name, directory)
+        found[name] = hf, hf_models.from_hf(hf, directory / "core", *flags)
     return found
 
 
@@ -138,15 +138,15 @@ def test_another_pipeline_is_refused_where_no_text_tells(cores, refusal, monkeyp
     _, core = cores["llama 3"]
     right = to_hf.write_tokenizer
 
-    def wrong(tokenizer, folder):
-        right(tokenizer, folder)
-        values = read_json(folder / "tokenizer.json")
+    def wrong(tokenizer, directory):
+        right(tokenizer, directory)
+        values = read_json(directory / "tokenizer.json")
         values["normalizer"] = {
             "type": "Replace",
             "pattern": {"String": "never in any text"},
             "content": "x",
         }
-        write_file(folder / "tokenizer.json", values)
+        write_file(directory / "tokenizer.json", values)
 
     monkeypatch.setattr(to_hf, "write_tokenizer", wrong)
     line = refusal(main, ["to-hf", "--load", core, "--output", "no"])
@@ -180,8 +180,8 @@ def test_a_class_names_roles_that_the_files_leave_open_and_adds_no_token(name, f
 
 
 def test_what_is_wrong_with_a_tokenizer_is_one_line(tmp_path, refusal):
-    folder = came("llama 3", tmp_path, spare=0)
-    config = read_json(folder / "tokenizer_config.json")
+    directory = came("llama 3", tmp_path, spare=0)
+    config = read_json(directory / "tokenizer_config.json")
     for changed, words in (
         ({"eos_token": 5}, "tokenizer.json cannot be loaded"),
         (
@@ -190,6 +190,6 @@ def test_what_is_wrong_with_a_tokenizer_is_one_line(tmp_path, refusal):
             "expected a token of tokenizer.json",
         ),
     ):
-        write_file(folder / "tokenizer_config.json", config | changed)
-        line = refusal(main, ["from-hf", "--input", folder, "--output", "core"])
+        write_file(directory / "tokenizer_config.json", config | changed)
+        line = refusal(main, ["from-hf", "--input", directory, "--output", "core"])
         assert words in line and "/tmp/tmp" not in line, line

@@ -117,11 +117,11 @@ def damage(monkeypatch):
     """Change one number of one weight on the disk."""
     right = to_hf.write_shards
 
-    def wrong(folder, *rest):
-        digests = right(folder, *rest)
-        tensors = load_file(folder / "model.safetensors")
+    def wrong(directory, *rest):
+        digests = right(directory, *rest)
+        tensors = load_file(directory / "model.safetensors")
         tensors["model.norm.weight"][5] += 1
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return digests
 
     monkeypatch.setattr(to_hf, "write_shards", wrong)

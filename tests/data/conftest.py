@@ -5,8 +5,8 @@ from text_helpers import small_tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory) -> str:
+def tokenizer_directory(tmp_path_factory) -> str:
     """Return the directory of the small tokenizer."""
-    folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    small_tokenizer().save_pretrained(folder)
-    return str(folder)
+    directory = tmp_path_factory.mktemp("tokenizer") / "small"
+    small_tokenizer().save_pretrained(directory)
+    return str(directory)

@@ -140,10 +140,11 @@ def test_an_interrupted_build_leaves_nothing(two_documents, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def listing(folder):
+def listing(directory):
     """Return the files below a directory with their content."""
     return {
-        path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")
+        path.relative_to(directory): path.is_file() and path.read_bytes()
+        for path in directory.rglob("*")
     }
 
 
@@ -166,7 +167,7 @@ def test_files_of_others_are_refused_and_kept(two_documents, tmp_path, name):
     (tmp_path / name).write_text('{"text": "mine"}\n')
     before = listing(tmp_path)
     with pytest.raises(
-        InputError, match=f"{name}: found a file that .*move the file or name another folder"
+        InputError, match=f"{name}: found a file that .*move the file or name another directory"
     ):
         demo.ensure_demo(tmp_path)
     assert listing(tmp_path) == before

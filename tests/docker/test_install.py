@@ -32,9 +32,9 @@ def install(**variables: str) -> subprocess.CompletedProcess:
 @pytest.fixture
 def environment(tmp_path):
     """A virtual environment as in a ROCm image, whose pip records its arguments."""
-    folder = tmp_path / "environment"
-    venv.create(folder, with_pip=False)
-    (packages,) = folder.glob("lib/python*/site-packages")
+    directory = tmp_path / "environment"
+    venv.create(directory, with_pip=False)
+    (packages,) = directory.glob("lib/python*/site-packages")
     (packages / "pip").mkdir()
     (packages / "pip/__main__.py").write_text(
         "import json, sys\n"
@@ -52,7 +52,7 @@ def environment(tmp_path):
         info = packages / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    return folder
+    return directory
 
 
 def asked_of_pip(environment: Path) -> list[tuple[list[str], list[str]]]:

@@ -80,7 +80,7 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def configuration(folder: Path) -> str:
+def configuration(directory: Path) -> str:
     host = socket.gethostname().partition(".")[0]
     controller, *nodes = free_ports(3)
     # cred_expire is how long a requeued job waits before it may begin again; Slurm takes no less
@@ -91,15 +91,15 @@ def configuration(folder: Path) -> str:
         SlurmctldPort={controller}
         AuthType=auth/munge
         CredType=cred/munge
-        AuthInfo=socket={folder}/munge.socket,cred_expire=6
+        AuthInfo=socket={directory}/munge.socket,cred_expire=6
         SlurmUser=root
         SlurmdUser=root
-        StateSaveLocation={folder}/state
-        SlurmdSpoolDir={folder}/spool-%n
-        SlurmctldPidFile={folder}/slurmctld.pid
-        SlurmdPidFile={folder}/slurmd-%n.pid
-        SlurmctldLogFile={folder}/slurmctld.log
-        SlurmdLogFile={folder}/slurmd-%n.log
+        StateSaveLocation={directory}/state
+        SlurmdSpoolDir={directory}/spool-%n
+        SlurmctldPidFile={directory}/slurmctld.pid
+        SlurmdPidFile={directory}/slurmd-%n.pid
+        SlurmctldLogFile={directory}/slurmctld.log
+        SlurmdLogFile={directory}/slurmd-%n.log
         SwitchType=switch/none
         MpiDefault=none
         ProctrackType=proctrack/linuxproc
@@ -147,10 +147,10 @@ def started(stack: contextlib.ExitStack, command: list[str], environment: dict[s
 class Slurm:
     """The commands of one Slurm."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.environment = runs.surroundings() | {
-            "SLURM_CONF": str(folder / "slurm.conf"),
+            "SLURM_CONF": str(directory / "slurm.conf"),
             "VENV": str(Path(sys.executable).parents[1]),
         }
 
@@ -202,33 +202,33 @@ class Slurm:
 def slurm() -> Iterator[Slurm]:
     with contextlib.ExitStack() as stack:
         # The path is short, for a socket lies in it.
-        folder = Path(tempfile.mkdtemp(prefix="megaenc-slurm-", dir="/tmp"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        folder.chmod(0o755)
-        (folder / "slurm.conf").write_text(configuration(folder))
-        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+        directory = Path(tempfile.mkdtemp(prefix="megaenc-slurm-", dir="/tmp"))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        directory.chmod(0o755)
+        (directory / "slurm.conf").write_text(configuration(directory))
+        (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-7]\n")
         for number in range(8):  # a GPU has to be a device: each is a second /dev/null
-            os.mknod(folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        (folder / "munge.key").write_bytes(os.urandom(1024))
-        (folder / "munge.key").chmod(0o400)
-        (folder / "state").mkdir()
-        here = Slurm(folder)
+            os.mknod(directory / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        (directory / "munge.key").write_bytes(os.urandom(1024))
+        (directory / "munge.key").chmod(0o400)
+        (directory / "state").mkdir()
+        here = Slurm(directory)
         names = ("socket", "key-file", "pid-file", "log-file", "seed-file")
-        files = [f"--{name}={folder}/munge.{name.partition('-')[0]}" for name in names]
+        files = [f"--{name}={directory}/munge.{name.partition('-')[0]}" for name in names]
         started(stack, ["munged", "--foreground", "--force", *files], here.environment)
-        wait_until((folder / "munge.socket").exists)
-        started(stack, ["slurmctld", "-D", "-f", str(folder / "slurm.conf")], here.environment)
+        wait_until((directory / "munge.socket").exists)
+        started(stack, ["slurmctld", "-D", "-f", str(directory / "slurm.conf")], here.environment)
         for node in ("n1", "n2"):
             started(
                 stack,
-                ["slurmd", "-D", "-N", node, "-f", str(folder / "slurm.conf")],
+                ["slurmd", "-D", "-N", node, "-f", str(directory / "slurm.conf")],
                 here.environment,
             )
         stack.callback(
             lambda: (here.ask("scancel", "--user=root", "--signal=KILL", "--full"), time.sleep(1))
         )
         ready = "--states=idle"
-        controller = folder / "slurmctld.log"
+        controller = directory / "slurmctld.log"
         wait_until(
             lambda: here.ask("sinfo", "--noheader", ready, "--format=%D").stdout.strip() == "2",
             log=controller,
@@ -249,17 +249,17 @@ def test_slurm_accepts_every_file_as_it_is(slurm):
         assert slurm.ask("sbatch", "--test-only", "--gpus-per-node=9", str(path)).returncode != 0
 
 
-def steps(folder: Path) -> int:
-    return len(runs.metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+def steps(directory: Path) -> int:
+    return len(runs.metrics(directory)) if (directory / "metrics.jsonl").exists() else 0
 
 
 @pytest.fixture(scope="module")
 def undisturbed(small_corpus, tmp_path_factory) -> Path:
     """The run without Slurm, by two processes as well."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    flags = [*small_corpus.flags, *TRAINING, "--save", str(folder)]
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    flags = [*small_corpus.flags, *TRAINING, "--save", str(directory)]
     runs.script(runs.PRETRAIN, flags, processes=2, timeout=LONG)
-    return folder
+    return directory
 
 
 def assert_completed(found: dict[str, str], restarts: str, log: Path) -> None:
@@ -275,25 +275,25 @@ def test_a_job_that_is_stopped_and_preempted_becomes_the_undisturbed_run(
 
     Two nodes run a process each.
     """
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     log = tmp_path / "job.log"
-    flags = [*small_corpus.flags, *TRAINING, "--save", str(folder)]
+    flags = [*small_corpus.flags, *TRAINING, "--save", str(directory)]
     job = slurm.submit(log, ["--nodes=2"], flags, MASTER_ADDR="127.0.0.1")
-    wait_until(lambda: steps(folder) >= 5, LONG, log=log, pause=0.2)
+    wait_until(lambda: steps(directory) >= 5, LONG, log=log, pause=0.2)
 
     # --signal=B:USR1@600 does this.
     assert slurm.ask("scancel", "--batch", "--signal=USR1", job).returncode == 0
     wait_until(lambda: slurm.show(job)["Restarts"] == "1", LONG, log=log, pause=0.2)
-    saved = steps(folder)
+    saved = steps(directory)
     assert 5 <= saved < STEPS
     assert "ended with 75" in log.read_text()
 
-    wait_until(lambda: steps(folder) >= saved + 5, LONG, log=log, pause=0.2)
+    wait_until(lambda: steps(directory) >= saved + 5, LONG, log=log, pause=0.2)
     assert slurm.ask("scontrol", "requeue", job).returncode == 0  # what a preemption does
     assert_completed(slurm.wait(job, log), "2", log)
-    assert steps(folder) == STEPS
-    assert runs.curve(folder) == runs.curve(undisturbed)
-    runs.assert_same_weights(folder, undisturbed, STEPS)
+    assert steps(directory) == STEPS
+    assert runs.curve(directory) == runs.curve(undisturbed)
+    runs.assert_same_weights(directory, undisturbed, STEPS)
     said = log.read_text()
     assert [said.count(f"start {number}:") for number in (1, 2, 3)] == [1, 1, 1]
 
@@ -325,10 +325,10 @@ def torchrun(job: str, node: str) -> psutil.Process:
 @pytest.mark.slow
 def test_a_job_goes_on_without_a_node_that_fails(slurm, small_corpus, undisturbed, tmp_path):
     """The nodes meet outside; the script runs on the first one."""
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     log = tmp_path / "job.log"
     [port] = free_ports(1)
-    flags = [*small_corpus.flags, *TRAINING, "--save-interval", "5", "--save", str(folder)]
+    flags = [*small_corpus.flags, *TRAINING, "--save-interval", "5", "--save", str(directory)]
     options = ["--nodes=2", "--no-kill", "--signal=B:USR1@60"]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MIN_NODES": "1"}
     with contextlib.ExitStack() as stack:
@@ -339,7 +339,7 @@ def test_a_job_goes_on_without_a_node_that_fails(slurm, small_corpus, undisturbe
         )
         wait_until(lambda: is_listening(port))  # or a node would hold the rendezvous
         job = slurm.submit(log, options, flags, **meeting)
-        wait_until(lambda: steps(folder) >= 7, LONG, log=log, pause=0.2)
+        wait_until(lambda: steps(directory) >= 7, LONG, log=log, pause=0.2)
         slurmstepd = torchrun(job, "n2").parent()
         for process in (slurmstepd, *slurmstepd.children(recursive=True)):
             process.kill()
@@ -351,6 +351,6 @@ def test_a_job_goes_on_without_a_node_that_fails(slurm, small_corpus, undisturbe
         slurm.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
     assert_completed(found, "0", log)
     assert "resuming after step 5" in log.read_text()
-    losses = [row["loss"] for row in runs.metrics(folder)]
+    losses = [row["loss"] for row in runs.metrics(directory)]
     expected = [row["loss"] for row in runs.metrics(undisturbed)]
     assert losses == pytest.approx(expected, rel=1e-4)  # sums of one rank and of two

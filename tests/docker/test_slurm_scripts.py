@@ -19,18 +19,18 @@ from megaenc.estimate import command as estimate
 from megaenc.training.config import read_config_file
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docker/slurm"
+DIRECTORY = ROOT / "docker/slurm"
 TRAINING = ["one", "many", "rocm-apptainer"]
 each_training = pytest.mark.parametrize("name", TRAINING)
 
 
 @each_training
 def test_a_job_saves_before_its_time_is_over_and_is_requeued(name):
-    asked = (FOLDER / f"{name}.sbatch").read_text()
+    asked = (DIRECTORY / f"{name}.sbatch").read_text()
     assert "#SBATCH --requeue\n" in asked
     assert "#SBATCH --open-mode=append\n" in asked
     warned = int(re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", asked, re.MULTILINE)[1])
-    assert int(re.search(r"SAVE_SECONDS:-(\d+)", (FOLDER / "job.sh").read_text())[1]) < warned
+    assert int(re.search(r"SAVE_SECONDS:-(\d+)", (DIRECTORY / "job.sh").read_text())[1]) < warned
 
 
 @each_training
@@ -69,7 +69,7 @@ def test_a_job_too_short_to_save_is_refused(job, tmp_path, minutes, save, code):
 
 
 def test_every_variable_is_explained():
-    names = set(re.findall(r"^([A-Z_]+)=\$\{", (FOLDER / "job.sh").read_text(), re.MULTILINE))
+    names = set(re.findall(r"^([A-Z_]+)=\$\{", (DIRECTORY / "job.sh").read_text(), re.MULTILINE))
     assert len(names) == 9
     told = (ROOT / "docs/clusters.md").read_text()
     assert all(f"`{name}`" in told for name in names)
@@ -150,7 +150,7 @@ def job(tmp_path):
     started = []
 
     def start(name: str, *arguments: str, **variables: str) -> subprocess.Popen:
-        command = ["bash", FOLDER / f"{name}.sbatch", *arguments]
+        command = ["bash", DIRECTORY / f"{name}.sbatch", *arguments]
         started.append(
             subprocess.Popen(command, cwd=tmp_path, env=environment | variables, **pipes)
         )

@@ -86,14 +86,14 @@ def script(name: str, exceptions: Exceptions) -> str:
     return text + "\n"
 
 
-def copy_repository(folder: Path) -> None:
+def copy_repository(directory: Path) -> None:
     """Copy the files that git tracks, and new ones that it does not ignore."""
     asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in listing.split("\0"):
         if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, directory / name)
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Runner:
     said: dict[str, Exceptions]
     failed: list[str] = field(default_factory=list)
 
-    def folder(self, name: str) -> Path:
+    def directory(self, name: str) -> Path:
         """Return the directory of a document."""
         return self.work / name.replace("/", "__")
 
@@ -118,7 +118,7 @@ class Runner:
         """
         if (
             name not in self.failed
-            and not (self.folder(name) / ".passed").exists()
+            and not (self.directory(name) / ".passed").exists()
             and not self._passes(name)
         ):
             self.failed.append(name)
@@ -129,21 +129,21 @@ class Runner:
         if exceptions.after and not self.run(exceptions.after):
             print(f"{name}: not run, as it comes after {exceptions.after}", flush=True)
             return False
-        folder = self.folder(name)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        directory = self.directory(name)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
         if exceptions.after:
             shutil.copytree(
-                self.folder(exceptions.after), folder, symlinks=True, dirs_exist_ok=True
+                self.directory(exceptions.after), directory, symlinks=True, dirs_exist_ok=True
             )
-            (folder / ".passed").unlink()
-        copy_repository(folder)
+            (directory / ".passed").unlink()
+        copy_repository(directory)
         begun = time.monotonic()
         for where, text in (
             (f"{TABLE.name}, before {name}", exceptions.before),
             (name, script(name, exceptions)),
         ):
-            wrong, output = _shell(text, folder)
+            wrong, output = _shell(text, directory)
             if wrong:
                 print(f"{where}: {wrong}, after", flush=True)
                 print("".join(f"    {line}\n" for line in output.splitlines()[-40:]), flush=True)
@@ -153,25 +153,25 @@ class Runner:
         print(
             f"{name}: {count} of {len(shown)} blocks, {time.monotonic() - begun:.0f} s", flush=True
         )
-        (folder / ".passed").touch()
+        (directory / ".passed").touch()
         return True
 
 
-def _shell(text: str, folder: Path) -> tuple[str, str]:
-    """Run bash in `folder`; return the failure, `line 12: exit code 2`, and output."""
-    (folder / ".commands").write_text(text)
+def _shell(text: str, directory: Path) -> tuple[str, str]:
+    """Run bash in `directory`; return the failure, `line 12: exit code 2`, and output."""
+    (directory / ".commands").write_text(text)
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'site'}",
-        "PIP_TARGET": str(folder / "site"),  # what a document installs
+        "PYTHONPATH": f"{directory}{os.pathsep}{directory / 'site'}",
+        "PIP_TARGET": str(directory / "site"),  # what a document installs
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
     }
     words = ["timeout", "--foreground", str(LIMIT), "bash", "-c", SHELL]
-    with open(folder.with_suffix(".log"), "w+", errors="replace") as log:
+    with open(directory.with_suffix(".log"), "w+", errors="replace") as log:
         ended = subprocess.run(
-            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            words, cwd=directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
         )
         log.seek(0)
         output = log.read()
@@ -211,7 +211,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--keep",
-        metavar="FOLDER",
+        metavar="DIRECTORY",
         help="work here, keep it, and do not run again what has passed here",
     )
     options = parser.parse_args()
@@ -227,7 +227,7 @@ def main() -> None:
         for name in names:
             runner.run(name)
             if not options.keep and all(exceptions.after != name for exceptions in said.values()):
-                shutil.rmtree(runner.folder(name), ignore_errors=True)
+                shutil.rmtree(runner.directory(name), ignore_errors=True)
         if runner.failed:
             sys.exit(f"{len(runner.failed)} documents failed: {', '.join(runner.failed)}")
 

@@ -49,12 +49,12 @@ def test_ranks_and_places_have_numbers_of_their_own():
 @pytest.mark.parametrize(
     ("observations", "level", "words"),
     [
-        (["", "", ""], "ok", "one folder"),
+        (["", "", ""], "ok", "one directory"),
         (["", "missing", "missing", "", "missing"], "problem", "rank 1-2, 4"),
         (["", "", "unlocked"], "note", "rank 2"),
     ],
 )
-def test_a_folder_that_is_not_shared_is_a_problem_and_locks_that_do_not_reach_a_note(
+def test_a_directory_that_is_not_shared_is_a_problem_and_locks_that_do_not_reach_a_note(
     observations, level, words
 ):
     finding = cross_rank.assess_sharing(observations)

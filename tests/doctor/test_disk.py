@@ -18,11 +18,11 @@ def short(monkeypatch):
     monkeypatch.setattr(disk, "_MIN_WRITE_RATE", 0)
 
 
-def found(folder) -> dict:
-    return by_name(disk.check_file_system(CheckContext(save=str(folder))))
+def found(directory) -> dict:
+    return by_name(disk.check_file_system(CheckContext(save=str(directory))))
 
 
-def test_a_good_folder_keeps_all_promises_and_is_left_as_it_was(tmp_path):
+def test_a_good_directory_keeps_all_promises_and_is_left_as_it_was(tmp_path):
     findings = found(tmp_path / "runs" / "not yet there")
     assert {each.level for each in findings.values()} == {"ok"}
     assert findings["locks"].result == "kept"
@@ -52,7 +52,7 @@ def test_a_file_system_without_locks_is_a_problem(flock, result, advice, tmp_pat
     assert advice in finding.advice
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatch):
+def test_a_directory_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     finding = found(tmp_path / "file")["writing"]
     assert (finding.level, finding.result) == ("problem", f"{tmp_path / 'file'}: Not a directory")
@@ -74,7 +74,7 @@ def test_little_space_and_few_files_are_notes(tmp_path, monkeypatch):
     )
     monkeypatch.setattr("os.statvfs", lambda path: full)
     findings = by_name(disk.check_disk_space(CheckContext(save=str(tmp_path / "a" / "b"))))
-    assert findings["folder"].result.startswith(f"{tmp_path}, on ")
+    assert findings["directory"].result.startswith(f"{tmp_path}, on ")
     assert (findings["space"].level, findings["space"].result) == (
         "note",
         "1.0 GiB free of 1,024.0",
@@ -97,11 +97,11 @@ def test_no_room_for_temporary_files_is_named(monkeypatch):
 )
 def test_file_systems_that_end_with_the_machine_or_the_container_are_notes(kind, level, tmp_path):
     """The longest mount counts, not one with a similar name."""
-    folder = tmp_path / "data"
+    directory = tmp_path / "data"
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/mounts").write_text(
         f"root / ext4 rw 0 0\na {tmp_path}/dat nfs4 rw 0 0\nb {tmp_path} {kind} rw 0 0\n"
     )
-    finding = disk.check_disk_space(CheckContext(save=str(folder), root=tmp_path))[0]
+    finding = disk.check_disk_space(CheckContext(save=str(directory), root=tmp_path))[0]
     assert (finding.level, finding.result) == (level, f"{tmp_path}, on {kind}")
-    assert disk.file_system_type(folder, tmp_path) == kind
+    assert disk.file_system_type(directory, tmp_path) == kind

@@ -48,9 +48,9 @@ def add_card(root, device=True, **changed):
         "gids": (GID,),
     } | changed
     for name, lines in shown.items():
-        is_folder = name.startswith("gid")
+        is_directory = name.startswith("gid")
         for number, line in enumerate(lines):
-            file = port / name / str(number) if is_folder else port / name
+            file = port / name / str(number) if is_directory else port / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{line}\n")
     if device:

@@ -43,7 +43,7 @@ QRELS = [
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
+def own_directory(tmp_path, monkeypatch):
     """Give each test a working directory of its own."""
     monkeypatch.chdir(tmp_path)
 
@@ -65,16 +65,16 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "num_key_value_heads": 1,
         "head_dim": 16,
     }
-    for folder, kind in (("encoder", "eurobert"), ("decoder", "qwen3")):
-        model = save_model(root / folder, kind, tokenizer, **sizes)
+    for directory, kind in (("encoder", "eurobert"), ("decoder", "qwen3")):
+        model = save_model(root / directory, kind, tokenizer, **sizes)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        model.save_pretrained(root / folder)
+        model.save_pretrained(root / directory)
     return {kind: root / kind for kind in ("encoder", "decoder")}
 
 
 def write_sentence_model(
-    model, folder, *, pooling="mean", norm=False, prompts=None, default=None, **transformer
+    model, directory, *, pooling="mean", norm=False, prompts=None, default=None, **transformer
 ):
     """Save `model` with sentence-transformers, and load it again."""
     from sentence_transformers import SentenceTransformer, models
@@ -87,14 +87,16 @@ def write_sentence_model(
     made = SentenceTransformer(
         modules=modules, device="cpu", prompts=prompts, default_prompt_name=default
     )
-    made.save(str(folder))
-    return SentenceTransformer(str(folder), device="cpu")
+    made.save(str(directory))
+    return SentenceTransformer(str(directory), device="cpu")
 
 
-def load_embedder(folder: Path, config: EmbeddingConfig | None = None, **options) -> Embedder:
+def load_embedder(directory: Path, config: EmbeddingConfig | None = None, **options) -> Embedder:
     """Load the model of a directory in float32, by its own rules without `config`."""
-    config = config or read_embedding_config(str(folder))
-    return Embedder(str(folder), config, device=torch.device("cpu"), dtype=torch.float32, **options)
+    config = config or read_embedding_config(str(directory))
+    return Embedder(
+        str(directory), config, device=torch.device("cpu"), dtype=torch.float32, **options
+    )
 
 
 def evaluate(*words: object) -> dict:

@@ -22,9 +22,9 @@ from megaenc.finetune.tasks import retrieval
 
 
 def test_results_identify_the_model_and_the_data(models, beir):
-    folder = beir()
+    directory = beir()
     results = evaluate(
-        "--model", models["encoder"], "--data", folder, "--no-bm25", "--query-prefix", "Ask: "
+        "--model", models["encoder"], "--data", directory, "--no-bm25", "--query-prefix", "Ask: "
     )
     assert (
         results["settings"]["query_prefix"]
@@ -38,12 +38,12 @@ def test_results_identify_the_model_and_the_data(models, beir):
     assert results["fingerprints"]["encoder"]["tokenizer"] == compute_tokenizer_fingerprint(
         str(models["encoder"])
     )
-    assert results["data"] == {"letters": compute_test_fingerprint(folder)}
-    (folder / "qrels" / "test.tsv").write_text("q1\td1\t1\n")
-    assert results["data"] != {"letters": compute_test_fingerprint(folder)}
+    assert results["data"] == {"letters": compute_test_fingerprint(directory)}
+    (directory / "qrels" / "test.tsv").write_text("q1\td1\t1\n")
+    assert results["data"] != {"letters": compute_test_fingerprint(directory)}
 
 
-def write_arguments(folder: Path) -> None:
+def write_arguments(directory: Path) -> None:
     """Write a set like ArguAna, whose queries are documents.
 
     Texts have several ids, and some judged documents are missing.
@@ -74,7 +74,9 @@ def write_arguments(folder: Path) -> None:
         copies = [key for key in ids if corpus[key] == corpus[query] and key != query]
         judged.append((query, draw.choice(copies), draw.randint(1, 2)))
     documents = [(key, "", text) for key, text in corpus.items()]
-    write_files(folder, beir_files(documents, [(key, corpus[key]) for key in queries], test=judged))
+    write_files(
+        directory, beir_files(documents, [(key, corpus[key]) for key in queries], test=judged)
+    )
 
 
 def test_queries_in_the_corpus_missing_documents_and_equal_texts_score_as_in_mteb(
@@ -91,17 +93,17 @@ def test_queries_in_the_corpus_missing_documents_and_equal_texts_score_as_in_mte
 
     monkeypatch.setattr(Embedder, "embed", embed_with_rounding)
     monkeypatch.setattr(retrieval, "_MAX_COSINES", 700)
-    folder = Path("arguments")
-    write_arguments(folder)
-    flags = ["--model", f"tiny={models['encoder']}", "--data", folder, "--batch-size", "7"]
+    directory = Path("arguments")
+    write_arguments(directory)
+    flags = ["--model", f"tiny={models['encoder']}", "--data", directory, "--batch-size", "7"]
     flags += ["--query-prefix", "Ask: ", "--document-prefix", "Read: "]
     results = evaluate(*flags)
     [missing] = [
         line for line in capsys.readouterr().out.splitlines() if line.endswith("count as misses")
     ]
-    assert missing.startswith(f"{folder}/qrels/test.tsv: 5 of 56 relevant documents")
+    assert missing.startswith(f"{directory}/qrels/test.tsv: 5 of 56 relevant documents")
 
-    data = load_beir_test(folder)
+    data = load_beir_test(directory)
     texts = sorted({*data.documents.values()})
     reference = SentenceTransformer(str(models["encoder"]), device="cpu")
     vectors = {}

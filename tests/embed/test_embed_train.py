@@ -72,10 +72,10 @@ def pairs(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def dropping(models, tmp_path_factory) -> Path:
     """Copy the encoder with attention dropout, so that steps depend on random numbers."""
-    folder = shutil.copytree(models["encoder"], tmp_path_factory.mktemp("dropping") / "model")
-    config = read_json(folder / "config.json")
-    write_file(folder / "config.json", config | {"attention_dropout": 0.2})
-    return folder
+    directory = shutil.copytree(models["encoder"], tmp_path_factory.mktemp("dropping") / "model")
+    config = read_json(directory / "config.json")
+    write_file(directory / "config.json", config | {"attention_dropout": 0.2})
+    return directory
 
 
 def call(model, data, output, *flags) -> None:
@@ -285,7 +285,9 @@ def test_a_resumed_training_gives_the_same_bits(
         row["step"] for row in read_rows(output)
     ] == list(range(1, 13))
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    details = [read_json(folder / "training.json") | {"seconds": 0} for folder in (whole, output)]
+    details = [
+        read_json(directory / "training.json") | {"seconds": 0} for directory in (whole, output)
+    ]
     assert details[0] == details[1] and details[0]["steps"] == 12
     weights = load_file(output / "model.safetensors").values()
     assert {tensor.dtype for tensor in weights} == {torch.float32}
@@ -386,11 +388,11 @@ def exports(models, pairs, tmp_path_factory) -> Path:
 def test_exports_are_read_by_sentence_transformers(exports, name):
     from sentence_transformers import SentenceTransformer
 
-    folder = exports / name
+    directory = exports / name
     size = CASES[name][2] if name in CASES else None
-    model = SentenceTransformer(str(folder), device="cpu", truncate_dim=size)
-    config = dataclasses.replace(read_embedding_config(str(folder)), truncate_dim=size or 0)
-    embedder = load_embedder(folder, config)
+    model = SentenceTransformer(str(directory), device="cpu", truncate_dim=size)
+    config = dataclasses.replace(read_embedding_config(str(directory)), truncate_dim=size or 0)
+    embedder = load_embedder(directory, config)
     for role, prefix in (("query", config.query_prefix), ("document", config.document_prefix)):
         expected = model.encode(
             TEXTS, prompt_name=role, normalize_embeddings=True, convert_to_tensor=True
@@ -400,15 +402,15 @@ def test_exports_are_read_by_sentence_transformers(exports, name):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     prefixes = ("Ask: ", "Read: ") if name in ("mean", "again") else ("", "")
     assert (config.query_prefix, config.document_prefix) == prefixes
-    rows = read_rows(folder)
+    rows = read_rows(directory)
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
     assert config.pooling == {"cls": "cls", "last": "lasttoken"}.get(name, "mean")
     assert config.max_length == (20 if name == "cls" else 64)
     assert embedder.backbone.attention == ("causal" if name == "causal" else "bidirectional")
     if name == "mean":
-        card = (folder / "README.md").read_text()
+        card = (directory / "README.md").read_text()
         assert (
-            'SentenceTransformer("FOLDER", truncate_dim=8)' in card
+            'SentenceTransformer("DIRECTORY", truncate_dim=8)' in card
             and "| learning rate | `0.003` |" in card
         )
 
@@ -499,11 +501,11 @@ def plain(models) -> Path:
     """Copy the encoder, with a tokenizer that adds no token to a text."""
     from transformers import AutoTokenizer
 
-    folder = shutil.copytree(models["encoder"], Path("plain"))
+    directory = shutil.copytree(models["encoder"], Path("plain"))
     set_template(
-        AutoTokenizer.from_pretrained(folder), SpecialTokens(), between=()
-    ).save_pretrained(folder)
-    return folder
+        AutoTokenizer.from_pretrained(directory), SpecialTokens(), between=()
+    ).save_pretrained(directory)
+    return directory
 
 
 @pytest.mark.parametrize(

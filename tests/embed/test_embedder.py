@@ -21,8 +21,8 @@ TEXTS = [
 ]
 
 
-def embed(folder, texts, config=None, **options):
-    embedder = load_embedder(folder, config, **options)
+def embed(directory, texts, config=None, **options):
+    embedder = load_embedder(directory, config, **options)
     return embedder.embed(embedder.tokenize(texts))
 
 
@@ -36,7 +36,7 @@ def embed(folder, texts, config=None, **options):
         ("encoder", {"prompts": {"query": "Ask: ", "document": "Read: "}}),
     ],
 )
-def test_a_sentence_transformers_folder(models, kind, options):
+def test_a_sentence_transformers_directory(models, kind, options):
     reference = write_sentence_model(models[kind], "st", **options)
     config = read_embedding_config("st")
     how = {"normalize_embeddings": True, "convert_to_tensor": True}
@@ -54,10 +54,10 @@ def test_a_sentence_transformers_folder(models, kind, options):
 
 
 def test_a_text_without_tokens_has_no_direction(models):
-    folder = shutil.copytree(models["encoder"], Path("plain"))
-    values = json.loads((folder / "tokenizer.json").read_text())
-    write_file(folder / "tokenizer.json", values | {"post_processor": None})
-    vectors = embed(folder, ["", "Lyon", ""])
+    directory = shutil.copytree(models["encoder"], Path("plain"))
+    values = json.loads((directory / "tokenizer.json").read_text())
+    write_file(directory / "tokenizer.json", values | {"post_processor": None})
+    vectors = embed(directory, ["", "Lyon", ""])
     assert not vectors[[0, 2]].any() and vectors[1].norm() == pytest.approx(1)
     assert embed(models["encoder"], [""]).norm() == pytest.approx(1)  # its special tokens
 
@@ -118,7 +118,7 @@ def test_nan_is_an_error(models):
         ),
     ],
 )
-def test_unusable_folders(models, file, content, message):
+def test_unusable_directories(models, file, content, message):
     write_sentence_model(models["encoder"], "st")
     (Path("st") / file).write_text(content)
     with pytest.raises(InputError, match=message):
@@ -149,9 +149,9 @@ def test_a_model_of_the_hub_by_name(models, tmp_path, monkeypatch):
     (cached / "refs/main").write_text("a" * 40)
     assert fetch_model("lab/small") == str(snapshot)
     with pytest.raises(
-        InputError, match=r"--model lab/other: neither a folder nor a model that the Hub gives"
+        InputError, match=r"--model lab/other: neither a directory nor a model that the Hub gives"
     ):
         fetch_model("lab/other")
     for path in ("nothing", "../lab/small", f"lab/{'x' * 300}"):
-        with pytest.raises(InputError, match=r"no such folder; expected a Hugging Face model"):
+        with pytest.raises(InputError, match=r"no such directory; expected a Hugging Face model"):
             fetch_model(path)

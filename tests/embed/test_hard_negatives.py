@@ -181,7 +181,7 @@ def test_documents_of_the_corpus_are_searched_and_runs_are_equal(models, pair_fi
         ("--skip 10 --depth 13", "--depth: found 13, expected at least 14"),
         ("--margin 0", "--margin: found 0.0, expected more than 0 and at most 1"),
         ("--margin nan", "--margin: found nan"),
-        ("--corpus nowhere.jsonl", "nowhere.jsonl: no such file or folder"),
+        ("--corpus nowhere.jsonl", "nowhere.jsonl: no such file or directory"),
     ],
 )
 def test_mistakes_leave_nothing(models, pair_file, tmp_path, refusal, flags, message):

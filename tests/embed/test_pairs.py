@@ -1,4 +1,4 @@
-"""Training pairs from files, BEIR folders and the Hub, and refused rows."""
+"""Training pairs from files, BEIR directories and the Hub, and refused rows."""
 
 import gzip
 from pathlib import Path
@@ -114,15 +114,15 @@ def test_answerable_questions_of_squad_with_their_context(capsys):
     assert "1 unanswerable questions left out" in capsys.readouterr().out
 
 
-def test_relevant_documents_of_a_beir_folder_with_their_titles(beir):
-    folder = beir()
-    (folder / "qrels/test.tsv").rename(folder / "qrels/train.tsv")
+def test_relevant_documents_of_a_beir_directory_with_their_titles(beir):
+    directory = beir()
+    (directory / "qrels/test.tsv").rename(directory / "qrels/train.tsv")
     texts = dict(QUERIES)
     documents = {key: f"{title} {text}".strip() for key, title, text in DOCUMENTS}
     expected = [
         TrainingPair(texts[query], documents[document]) for query, document, grade in QRELS if grade
     ]
-    assert load_pairs([str(folder)]).pairs == expected
+    assert load_pairs([str(directory)]).pairs == expected
     assert (
         TrainingPair("yellow flowers in the garden", "Flowers Yellow flowers behind the house.")
         in expected
@@ -200,12 +200,12 @@ def test_bad_rows_are_one_line_with_their_place(text, message):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("nowhere.jsonl", "nowhere.jsonl: no such file or folder; expected pairs in .jsonl"),
-        ("x" * 300, "no such file or folder"),
+        ("nowhere.jsonl", "nowhere.jsonl: no such file or directory; expected pairs in .jsonl"),
+        ("x" * 300, "no such file or directory"),
         (
             "letters/nothing",
-            "letters/nothing: no such file or folder",
-        ),  # no name of the Hub: the folder exists
+            "letters/nothing: no such file or directory",
+        ),  # no name of the Hub: the directory exists
         ("a.conll", "a.conll: found the ending '.conll'"),
         ("letters", "letters/qrels/train.tsv:3: key `document`: found an empty text"),
         (

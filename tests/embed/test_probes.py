@@ -73,14 +73,14 @@ def sets(tmp_path_factory):
 
 
 def test_similarity_is_scipys_correlation_of_the_cosines(models, sets):
-    folders, rows = sets
+    directories, rows = sets
     embedder = load_embedder(models["encoder"])
     pairs = rows["pairs"]["test"]
     first = embedder.embed(embedder.tokenize([row["text"] for row in pairs]))
     second = embedder.embed(embedder.tokenize([row["text_pair"] for row in pairs]))
     cosines = (first * second).sum(dim=1).numpy()
     scores = np.array([row["label"] for row in pairs])
-    row = probes.load_labelled_set("pairs", folders["pairs"]).evaluate("tiny", embedder)
+    row = probes.load_labelled_set("pairs", directories["pairs"]).evaluate("tiny", embedder)
     assert (row.dataset, row.model, row.metric, row.examples) == ("pairs", "tiny", "spearman", 60)
     assert row.mean == pytest.approx(100 * spearmanr(scores, cosines).statistic, abs=1e-4)
     assert abs(row.mean) > 5
@@ -100,7 +100,7 @@ def test_similarity_is_scipys_correlation_of_the_cosines(models, sets):
 
 
 def test_a_probe_is_sklearns_regression_on_mtebs_samples(models, sets):
-    folders, rows = sets
+    directories, rows = sets
     embedder = load_embedder(models["encoder"])
     vectors = {}
     labels = {}
@@ -121,7 +121,7 @@ def test_a_probe_is_sklearns_regression_on_mtebs_samples(models, sets):
             vectors["train"][chosen], labels["train"][chosen]
         )
         accuracies.append(100 * probe.score(vectors["test"], labels["test"]))
-    row = probes.load_labelled_set("classes", folders["classes"]).evaluate("tiny", embedder)
+    row = probes.load_labelled_set("classes", directories["classes"]).evaluate("tiny", embedder)
     mean = np.mean(accuracies)
     half = t.ppf(0.975, 9) * np.std(accuracies, ddof=1) / np.sqrt(10)
     assert len(set(accuracies)) > 3
@@ -132,7 +132,7 @@ def test_a_probe_is_sklearns_regression_on_mtebs_samples(models, sets):
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_scores_are_mtebs_own_of_the_same_folder(models, sets, norm):
+def test_scores_are_mtebs_own_of_the_same_directory(models, sets, norm):
     import mteb
 
     prompts = {"query": "Lyon Paris: "}
@@ -208,8 +208,8 @@ def test_tasks_by_name(models, sets, monkeypatch):
     """Two languages of the same data have the mean of one, without an interval."""
     import mteb
 
-    folders, _ = sets
-    local = {name: probes.load_labelled_set(name, path).task for name, path in folders.items()}
+    directories, _ = sets
+    local = {name: probes.load_labelled_set(name, path).task for name, path in directories.items()}
     for task in local.values():
         both = dict.fromkeys(("en", "de"), task.dataset["default"])
         task.dataset = None
@@ -227,7 +227,7 @@ def test_tasks_by_name(models, sets, monkeypatch):
     chance = {"classes": 100 / 3, "pairs": 0}
     expected = []
     for name, examples in (("classes", 100), ("pairs", 120)):
-        single = probes.load_labelled_set("x", folders[name]).evaluate(
+        single = probes.load_labelled_set("x", directories[name]).evaluate(
             "tiny", load_embedder(models["encoder"])
         )
         expected.append((name, "random", examples, pytest.approx(chance[name])))
@@ -238,17 +238,17 @@ def test_tasks_by_name(models, sets, monkeypatch):
     assert {row["low"] for row in rows} == {None}
 
 
-def test_retrieval_by_name_has_the_scores_of_the_folder(models, beir):
+def test_retrieval_by_name_has_the_scores_of_the_directory(models, beir):
     from datasets import Dataset
     from mteb.abstasks import AbsTaskRetrieval
     from mteb.abstasks.task_metadata import TaskMetadata
 
     model = Path("st")
-    folder = beir()
+    directory = beir()
     write_sentence_model(
         models["encoder"], model, prompts={"query": "Ask: ", "document": "Lyon Paris: "}
     )
-    rows = evaluate("--model", model, "--data", folder, "--no-bm25")["rows"]
+    rows = evaluate("--model", model, "--data", directory, "--no-bm25")["rows"]
     [expected] = [
         row["mean"] for row in rows if row["model"] == "st" and row["metric"] == "ndcg@10"
     ]
@@ -262,7 +262,7 @@ def test_retrieval_by_name_has_the_scores_of_the_folder(models, beir):
     }
     metadata = TaskMetadata(**values, dataset={"path": "local", "revision": "1"})
     task = type("Letters", (AbsTaskRetrieval,), {"metadata": metadata})()
-    data = load_beir_test(folder)
+    data = load_beir_test(directory)
     split = {"relevant_docs": data.relevant, "top_ranked": None}
     for name, texts in (("corpus", data.documents), ("queries", data.queries)):
         split[name] = Dataset.from_list([{"id": key, "text": text} for key, text in texts.items()])
@@ -324,10 +324,10 @@ CLASS = '{"text": "one", "label": 1}\n'
     ],
 )
 def test_unusable_sets(test, train, message):
-    folder = Path(write_files(Path("set"), {"test.jsonl": test, "train.jsonl": train}))
-    assert probes.is_labelled_set(folder)
+    directory = Path(write_files(Path("set"), {"test.jsonl": test, "train.jsonl": train}))
+    assert probes.is_labelled_set(directory)
     with pytest.raises(InputError, match=message):
-        probes.load_labelled_set("set", folder)
+        probes.load_labelled_set("set", directory)
 
 
 @pytest.mark.filterwarnings("ignore:An input array is constant")

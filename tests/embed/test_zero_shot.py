@@ -42,7 +42,7 @@ def silent(done):
         ),
     ],
 )
-def test_unusable_folders(beir, changed, message):
+def test_unusable_directories(beir, changed, message):
     with pytest.raises(InputError, match=message):
         load_beir_test(beir(changed=changed))
 

@@ -59,8 +59,8 @@ class Campaign:
     def live(self, layout: str, saves: list[str], moments: list[Moment]) -> None:
         """Run once more, killed at `moments` or until it is over, finish it, and report."""
         reference = self._left_alone(layout)
-        folder = self.root / f"life_{self.lives:03d}"
-        life = Life(self._command(layout, saves, folder), folder, STEPS)
+        directory = self.root / f"life_{self.lives:03d}"
+        life = Life(self._command(layout, saves, directory), directory, STEPS)
         for moment in moments:
             if not life.kill_at(moment):
                 break
@@ -71,10 +71,10 @@ class Campaign:
             sep="\n  ",
         )
         self.kills += life.kills
-        self.failures += [f"{folder}: {failure}" for failure in life.failures]
+        self.failures += [f"{directory}: {failure}" for failure in life.failures]
         self.lives += 1
 
-    def _command(self, layout: str, saves: list[str], folder: Path) -> list[str]:
+    def _command(self, layout: str, saves: list[str], directory: Path) -> list[str]:
         launcher, flags = LAYOUTS[layout]
         return [
             sys.executable,
@@ -85,26 +85,26 @@ class Campaign:
             *flags,
             *saves,
             "--save",
-            str(folder),
+            str(directory),
         ]
 
     def _left_alone(self, layout: str) -> FaultRun:
         """Return the run without a kill, made when first needed."""
         if layout not in self._undisturbed:
             run = FaultRun(self.root / f"undisturbed_{len(self._undisturbed)}")
-            runs.run(self._command(layout, SAVES[0], run.folder))
+            runs.run(self._command(layout, SAVES[0], run.directory))
             self._undisturbed[layout] = run
         return self._undisturbed[layout]
 
 
-def corpus(folder: Path) -> list[str]:
+def corpus(directory: Path) -> list[str]:
     """Make a small corpus; return the flags that name it."""
-    runs.make_corpus(folder)
+    runs.make_corpus(directory)
     return [
         "--data-path",
-        str(folder / "small_text_document"),
+        str(directory / "small_text_document"),
         "--tokenizer",
-        str(folder / "tokenizer"),
+        str(directory / "tokenizer"),
         "--split",
         "90,10,0",
     ]
@@ -140,7 +140,7 @@ def main() -> None:
         sys.exit(
             "\n".join(
                 [
-                    f"{len(campaign.failures)} failures; folders and logs are kept",
+                    f"{len(campaign.failures)} failures; directories and logs are kept",
                     *campaign.failures,
                 ]
             )

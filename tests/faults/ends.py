@@ -29,7 +29,7 @@ def differences(run: FaultRun, reference: FaultRun, step: int) -> list[str]:
         if here.get(name) != there[name]
     ]
     for file in ("metrics.jsonl", "validation.jsonl"):
-        if _rows(run.folder / file) != _rows(reference.folder / file):
+        if _rows(run.directory / file) != _rows(reference.directory / file):
             found.append(f"{file} differs")
     return found
 
@@ -38,9 +38,9 @@ def damaged_checkpoints(run: FaultRun) -> list[str]:
     """Return the files of visible checkpoints that are missing or damaged."""
     found = []
     for step in run.steps():
-        folder = run.checkpoints / f"iter_{step:07d}"
+        directory = run.checkpoints / f"iter_{step:07d}"
         files = _state(run, step)["files"]
-        if damage := find_size_damage(folder, files) or find_content_damage(folder, files):
+        if damage := find_size_damage(directory, files) or find_content_damage(directory, files):
             found.append(damage)
     if run.tracked() and run.tracked() not in run.steps():
         found.append(

@@ -17,15 +17,15 @@ OVER_WITHIN = 180.0
 
 
 class Life:
-    """A run of `command` in `folder` with all its kills and failures.
+    """A run of `command` in `directory` with all its kills and failures.
 
     `steps`: the number of its last step. `kills`: moment and target of each kill.
     """
 
-    def __init__(self, command: list[str], folder: Path, steps: int):
+    def __init__(self, command: list[str], directory: Path, steps: int):
         self.command = command
-        self.run = FaultRun(folder)
-        self.mark = str(folder)
+        self.run = FaultRun(directory)
+        self.mark = str(directory)
         self.steps = steps
         self.kills: list[str] = []
         self.failures: list[str] = []
@@ -57,9 +57,11 @@ class Life:
 
     def _start(self) -> subprocess.Popen:
         self._starts += 1
-        folder = self.run.folder
+        directory = self.run.directory
         return start(
-            self.command, self.mark, folder.with_name(f"{folder.name}_start_{self._starts:02d}.log")
+            self.command,
+            self.mark,
+            directory.with_name(f"{directory.name}_start_{self._starts:02d}.log"),
         )
 
     def _choose_victim(self, moment: Moment, process: subprocess.Popen) -> tuple[str, int]:

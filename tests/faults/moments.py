@@ -52,9 +52,9 @@ class Moment:
 class FaultRun:
     """The visible state of a run directory, also during writes and after a kill."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.checkpoints = folder / "checkpoints"
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.checkpoints = directory / "checkpoints"
 
     def tracked(self) -> int:
         """Return the step that the tracker names; 0 without one."""
@@ -74,9 +74,9 @@ class FaultRun:
     def leftovers(self) -> list[str]:
         """Return all that a kill has left half-written."""
         hidden = [
-            path for path in self.folder.rglob(".*") if path.name not in (".lock", ".metadata")
+            path for path in self.directory.rglob(".*") if path.name not in (".lock", ".metadata")
         ]
-        return sorted(str(path.relative_to(self.folder)) for path in hidden)
+        return sorted(str(path.relative_to(self.directory)) for path in hidden)
 
     def rows(self) -> tuple[int, int]:
         """Return inode and number of rows of the metrics; zeros without them.
@@ -84,7 +84,7 @@ class FaultRun:
         Each start puts a new file in the place of the old one.
         """
         try:
-            with open(self.folder / "metrics.jsonl", "rb") as stream:
+            with open(self.directory / "metrics.jsonl", "rb") as stream:
                 return os.fstat(stream.fileno()).st_ino, stream.read().count(b"\n")
         except FileNotFoundError:
             return 0, 0

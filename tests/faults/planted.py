@@ -251,7 +251,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("step", choices=("plant", "show"))
-    parser.add_argument("out", type=Path, help="folder for the report and copies of the repository")
+    parser.add_argument(
+        "out", type=Path, help="directory for the report and copies of the repository"
+    )
     parser.add_argument("--faults", type=int, default=300, help="number of faults")
     parser.add_argument("--seed", type=int, default=1, help="seed that they are drawn by")
     parser.add_argument(

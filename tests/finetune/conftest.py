@@ -10,15 +10,15 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
 @pytest.fixture(scope="session")
 def model(small_corpus, tmp_path_factory):
-    """Return the folder `little` of a random EuroBERT that reads 64 tokens. Read only."""
-    folder = tmp_path_factory.mktemp("models") / "little"
+    """Return the path of `little`, a random EuroBERT of 64 positions. Read only."""
+    directory = tmp_path_factory.mktemp("models") / "little"
     save_model(
-        folder,
+        directory,
         "eurobert",
         load_tokenizer(small_corpus.tokenizer),
         transformers.AutoModelForMaskedLM,
     )
-    return folder
+    return directory
 
 
 @pytest.fixture(scope="session")

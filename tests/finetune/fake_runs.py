@@ -1,6 +1,6 @@
 """Models, data sets and runs that take no time, to test grids.
 
-A run does what `behaviour.json` in its model's folder tells for `lr2e-05_sd0`, else for `all`:
+A run does what `behaviour.json` in its model's directory tells for `lr2e-05_sd0`, else for `all`:
 write results only; wait `seconds`; print `says`; `crash`, `kill` itself, be `refused` or `hang` the
 first `times`; or write that the loss is `nan`.
 """
@@ -43,14 +43,14 @@ def _tokenizer() -> str:
     return train_tokenizer(["a text of few words"], vocab_size=300).backend_tokenizer.to_str()
 
 
-def make_model(folder: Path, **behaviour) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text('{"model_type": "fake"}')
-    (folder / "model.safetensors").write_bytes(b"weights of " + folder.name.encode())
+def make_model(directory: Path, **behaviour) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text('{"model_type": "fake"}')
+    (directory / "model.safetensors").write_bytes(b"weights of " + directory.name.encode())
     # A grid asks it for the special tokens of a text
-    (folder / "tokenizer.json").write_text(_tokenizer())
-    (folder / "behaviour.json").write_text(json.dumps(behaviour))
-    return folder
+    (directory / "tokenizer.json").write_text(_tokenizer())
+    (directory / "behaviour.json").write_text(json.dumps(behaviour))
+    return directory
 
 
 class FakeGrid:
@@ -58,9 +58,9 @@ class FakeGrid:
 
     FLAGS = ("--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2")
 
-    def __init__(self, folder: Path, **behaviour) -> None:
-        self.model = make_model(folder / "toy", **behaviour)
-        self.output = folder / "out"
+    def __init__(self, directory: Path, **behaviour) -> None:
+        self.model = make_model(directory / "toy", **behaviour)
+        self.output = directory / "out"
 
     def settings(self, *more):
         """The flags of a grid; those in `more` hold, such as data sets."""

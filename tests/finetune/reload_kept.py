@@ -1,6 +1,6 @@
 """Scores of kept models by transformers or sentence-transformers only.
 
-The input is [[FOLDER, FAMILY, DATA], ...] as JSON.
+The input is [[DIRECTORY, FAMILY, DATA], ...] as JSON.
 """
 
 import json
@@ -20,22 +20,22 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def score_sc(folder, data):
+def score_sc(directory, data):
     """Accuracy, in batches of four padded texts."""
-    classify = pipeline("text-classification", str(folder), batch_size=4, truncation=True)
+    classify = pipeline("text-classification", str(directory), batch_size=4, truncation=True)
     rows = read(data / "test.jsonl")
     found = classify([row["text"] for row in rows])
     right = [one["label"] == row["label"] for one, row in zip(found, rows, strict=True)]
     return np.mean(right), classify(SENTENCES)
 
 
-def score_tc(folder, data):
+def score_tc(directory, data):
     """Return the mean over sentences of the macro F1 of tags.
 
     A word's tag is the vote of its tokens.
     """
-    model = AutoModelForTokenClassification.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForTokenClassification.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     scores = []
     for row in read(data / "test.jsonl"):
         words = row["tokens"]
@@ -53,13 +53,13 @@ def score_tc(folder, data):
                 votes[int(np.searchsorted(ends, start, side="right"))][int(label)] += 1
         tags = [model.config.id2label[vote.most_common(1)[0][0]] if vote else "O" for vote in votes]
         scores.append(f1_score(row["tags"], tags, average="macro"))
-    return np.mean(scores), pipeline("token-classification", str(folder))(SENTENCES)
+    return np.mean(scores), pipeline("token-classification", str(directory))(SENTENCES)
 
 
-def score_qa(folder, data):
+def score_qa(directory, data):
     """Mean F1 of the positions inside the answer."""
-    model = AutoModelForTokenClassification.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForTokenClassification.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     scores = []
     for paragraph in json.loads((data / "test.json").read_text())["data"][0]["paragraphs"]:
         for qa in paragraph["qas"]:
@@ -82,15 +82,15 @@ def score_qa(folder, data):
             inside = {int(at) for at in torch.nonzero(model(**inputs).logits[0].argmax(-1))} or {0}
             scores.append(2 * len(gold & inside) / (len(gold) + len(inside)))
     questions = [["Question: which?\nContext: ", sentence] for sentence in SENTENCES]
-    tag = pipeline("token-classification", str(folder), ignore_labels=[])
+    tag = pipeline("token-classification", str(directory), ignore_labels=[])
     return np.mean(scores), tag(questions, is_split_into_words=True, delimiter="")
 
 
-def score_ir(folder, data):
+def score_ir(directory, data):
     """Mean NDCG@10 of the one relevant document of each query."""
     from sentence_transformers import SentenceTransformer
 
-    model = SentenceTransformer(str(folder))
+    model = SentenceTransformer(str(directory))
     documents = {row["_id"]: row["text"] for row in read(data / "corpus.jsonl")}
     queries = {row["_id"]: row["text"] for row in read(data / "queries.jsonl")}
     judged = {}
@@ -113,9 +113,9 @@ def score_ir(folder, data):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     found = {}
-    for folder, family, data in json.loads(sys.argv[1]):
+    for directory, family, data in json.loads(sys.argv[1]):
         with torch.inference_mode():
-            score, answers = globals()[f"score_{family}"](Path(folder), Path(data))
-        found[folder] = f"{100 * score:.2f}", answers
+            score, answers = globals()[f"score_{family}"](Path(directory), Path(data))
+        found[directory] = f"{100 * score:.2f}", answers
     assert not any(name.startswith("megaenc") for name in sys.modules)
     print(json.dumps(found, default=float))

@@ -39,7 +39,7 @@ def train(job):
     assert train_and_evaluate(job)
     found = {}
     for dataset in job.evaluate_on:
-        path = result_files.job_folder(job, dataset.name) / "results.json"
+        path = result_files.job_directory(job, dataset.name) / "results.json"
         found[dataset.name] = read_json(path)
     return found
 

@@ -32,7 +32,7 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def folders(tokenizer, tmp_path_factory):
+def directories(tokenizer, tmp_path_factory):
     """Return random models as exports have them: encoder and bidirectional decoder."""
     root = tmp_path_factory.mktemp("models")
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}
@@ -108,9 +108,9 @@ def test_masks_are_those_of_training_and_windows_those_of_the_documents(tokenize
     assert ends == len(TEXTS)  # one each, never hidden
 
 
-def test_the_loss_is_the_mean_of_transformers_own(folders, tokenizer, monkeypatch):
+def test_the_loss_is_the_mean_of_transformers_own(directories, tokenizer, monkeypatch):
     """Each window by itself, with the labels of transformers' masked language models."""
-    model, _ = fill_mask.load_masked_lm(folders / "encoder")
+    model, _ = fill_mask.load_masked_lm(directories / "encoder")
     windows = []
     targets = MaskedLanguageModeling.targets
     monkeypatch.setattr(
@@ -149,8 +149,8 @@ def test_documents_have_the_special_tokens_of_the_tokenizer(tokenizer):
     )
 
 
-def test_seq_length_is_that_of_the_windows_and_is_printed(folders, text, capfd, refusal):
-    argv = ["--model", str(folders / "encoder"), "--input", text, "--sentences", "0"]
+def test_seq_length_is_that_of_the_windows_and_is_printed(directories, text, capfd, refusal):
+    argv = ["--model", str(directories / "encoder"), "--input", text, "--sentences", "0"]
     fill_mask.main([*argv, "--seq-length", "12"])
     short = capfd.readouterr().out
     assert "in windows of at most 12 tokens" in short and "surest" not in short
@@ -180,8 +180,8 @@ def test_the_limit_is_in_tokens_and_windows_are_no_longer_than_the_tokenizer_cut
     assert sum(map(len, stub.asked)) == 100 and max(map(len, stub.asked)) == 12
 
 
-def test_guesses_are_those_of_transformers_pipeline(folders, tokenizer):
-    model, _ = fill_mask.load_masked_lm(folders / "encoder")
+def test_guesses_are_those_of_transformers_pipeline(directories, tokenizer):
+    model, _ = fill_mask.load_masked_lm(directories / "encoder")
     asked = fill_mask.choose_masked_sentences(tokenizer, iter(TEXTS), 4)
     fill = transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer, device=model.device)
     for riddle, best in zip(
@@ -196,8 +196,8 @@ def test_guesses_are_those_of_transformers_pipeline(folders, tokenizer):
         )
 
 
-def test_a_decoder_that_reads_both_ways_fills_masks(folders):
-    model, _ = fill_mask.load_masked_lm(folders / "decoder")
+def test_a_decoder_that_reads_both_ways_fills_masks(directories):
+    model, _ = fill_mask.load_masked_lm(directories / "decoder")
     tokens = torch.arange(2, 14)[None]
     moved = (
         model(tokens).logits - model(tokens.clone().index_fill_(1, torch.tensor([11]), 99)).logits
@@ -222,10 +222,10 @@ def test_text_that_is_no_plain_sentence_makes_no_riddle(tokenizer, text):
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_the_command_shows_and_counts(kind, folders, text, capsys):
+def test_the_command_shows_and_counts(kind, directories, text, capsys):
     command = [
         "--model",
-        str(folders / kind),
+        str(directories / kind),
         "--input",
         text,
         "--tokens",
@@ -259,14 +259,14 @@ def test_the_surest_guesses_come_first_next_to_the_accuracy_of_all(capsys):
     )
 
 
-def test_models_that_fill_no_mask_are_refused(folders, tokenizer, text, tmp_path, refusal):
+def test_models_that_fill_no_mask_are_refused(directories, tokenizer, text, tmp_path, refusal):
     save_model(tmp_path / "headless", "eurobert", tokenizer)
-    causal = shutil.copytree(folders / "decoder", tmp_path / "causal")
+    causal = shutil.copytree(directories / "decoder", tmp_path / "causal")
     values = json.loads((causal / "config.json").read_text())
     del values["is_causal"]
     write_file(causal / "config.json", values)
-    for folder, words in (
+    for directory, words in (
         ("causal", "Qwen3ForCausalLM reads causally; expected a masked language model"),
         ("headless", "no weights `lm_head.weight`"),
     ):
-        assert words in refusal(fill_mask.main, ["--model", tmp_path / folder, "--input", text])
+        assert words in refusal(fill_mask.main, ["--model", tmp_path / directory, "--input", text])

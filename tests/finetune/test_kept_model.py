@@ -27,7 +27,7 @@ from megaenc.finetune.grid.command import GridConfig, grid_main, plan_grid
 from megaenc.finetune.kept_model import needs_spaced_words
 from megaenc.finetune.model import load
 from megaenc.finetune.predict import predict_main
-from megaenc.finetune.results.files import job_folder
+from megaenc.finetune.results.files import job_directory
 from megaenc.finetune.train import train_and_evaluate
 
 MODELS = {
@@ -68,7 +68,7 @@ LEARNING = [
 
 @pytest.fixture(scope="module")
 def models(small_corpus, tmp_path_factory):
-    """A folder with a model of two layers with random weights of each kind in MODELS."""
+    """The path of a random model of two layers, for each kind in MODELS."""
     root = tmp_path_factory.mktemp("models")
     for kind, (auto, values) in MODELS.items():
         save_model(root / kind, kind, load_tokenizer(small_corpus.tokenizer), auto, **values)
@@ -96,7 +96,7 @@ def train(model, dataset, output, *given):
 
 
 def reload(kept):
-    """Score kept models, (folder, family, data) each, without this package."""
+    """Score kept models, (directory, family, data) each, without this package."""
     triples = json.dumps([[str(part) for part in case] for case in kept])
     command = [
         "env",
@@ -113,7 +113,7 @@ def reload(kept):
 
 @pytest.fixture(scope="module")
 def kept(models, data, tmp_path_factory):
-    """Return the model's folder, the run's result and reloaded answers, by case."""
+    """Return the model's directory, the run's result and reloaded answers, by case."""
     root = tmp_path_factory.mktemp("kept")
     found = {}
     for case, (name, family, given) in CASES.items():
@@ -127,17 +127,18 @@ def kept(models, data, tmp_path_factory):
         )
         found[case] = (root / "models" / case, result)
     answers = reload(
-        (folder, CASES[case][1], data / CASES[case][1]) for case, (folder, _) in found.items()
+        (directory, CASES[case][1], data / CASES[case][1]) for case, (directory, _) in found.items()
     )
     return {
-        case: (folder, result, *answers[str(folder)]) for case, (folder, result) in found.items()
+        case: (directory, result, *answers[str(directory)])
+        for case, (directory, result) in found.items()
     }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_reloaded_model_has_the_printed_score(case, kept):
-    folder, result, reloaded, answers = kept[case]
-    assert f"| test | score | {reloaded} |" in (folder / "README.md").read_text()
+    directory, result, reloaded, answers = kept[case]
+    assert f"| test | score | {reloaded} |" in (directory / "README.md").read_text()
     if case != "bf16":
         assert reloaded == f"{100 * result['test']['score']:.2f}"
     assert len(answers) == 3 or answers == [3, 32]
@@ -224,9 +225,9 @@ def test_a_finished_run_is_repeated_for_its_model_alone(models, data, tmp_path, 
 
 
 def test_the_card_names_rate_seed_and_digests(kept):
-    folder = kept["ir"][0]
-    card = (folder / "README.md").read_text()
-    details = read_json(folder / "finetuning.json")
+    directory = kept["ir"][0]
+    card = (directory / "README.md").read_text()
+    details = read_json(directory / "finetuning.json")
     assert "| learning rate | `5e-03` |" in card and "| seed | `0` |" in card
     assert len(details["fingerprints"]) == 4 and all(
         digest in card for digest in details["fingerprints"].values()
@@ -299,7 +300,7 @@ def test_what_cannot_be_kept_is_said_before_training(
     assert not any(tmp_path.iterdir())
 
 
-def test_a_folder_with_content_is_not_overwritten(models, data, tmp_path, refusal):
+def test_a_directory_with_content_is_not_overwritten(models, data, tmp_path, refusal):
     write_file(tmp_path / "kept" / "mine", "text")
     argv = ["--model", models / "eurobert", "--dataset", data / "sc", "--output", tmp_path / "out"]
     said = refusal(run_main, [*argv, "--save-model", tmp_path / "kept"])
@@ -365,7 +366,7 @@ def test_a_grid_keeps_models(keep, models, data, tmp_path):
         for run, one in results.items()
     }
     order = sorted(results, key=ranks.get)
-    assert len(order) == 4 and order[0] != job_folder(jobs[0], "tc")
+    assert len(order) == 4 and order[0] != job_directory(jobs[0], "tc")
     expected = order if keep == "all" else order[:1]
     assert {path.parents[1] for path in tmp_path.rglob("model/config.json")} == set(expected)
     for run in expected:
@@ -374,9 +375,9 @@ def test_a_grid_keeps_models(keep, models, data, tmp_path):
         assert details["scores"]["test"]["score"] == results[run]["test"]["score"]
 
 
-def predict(folder, source, output):
+def predict(directory, source, output):
     predict_main(
-        ["--model", str(folder), "--input", str(source), "--output", str(output), "--overwrite"]
+        ["--model", str(directory), "--input", str(source), "--output", str(output), "--overwrite"]
     )
     return read(output)
 
@@ -556,12 +557,12 @@ def test_standard_output_has_only_predictions(kept, data, tmp_path, capsys):
 
 def test_scores_of_all_labels(kept, data, tmp_path, refusal):
     """Those of transformers' pipeline."""
-    folder = kept["native sc"][0]
+    directory = kept["native sc"][0]
     source = data / "sc" / "test.jsonl"
     predict_main(
         [
             "--model",
-            str(folder),
+            str(directory),
             "--input",
             str(source),
             "--output",
@@ -569,7 +570,7 @@ def test_scores_of_all_labels(kept, data, tmp_path, refusal):
             "--all-scores",
         ]
     )
-    expected = pipeline("text-classification", str(folder), top_k=None)(
+    expected = pipeline("text-classification", str(directory), top_k=None)(
         [row["text"] for row in read(source)]
     )
     for row, scores in zip(read(tmp_path / "found.jsonl"), expected, strict=True):
@@ -657,9 +658,9 @@ def test_questions_need_no_answers(kept, tmp_path):
         {"data": [{"paragraphs": [{"context": "stan mill", "qas": [asked]}]}]},
     )
     write_file(tmp_path / "asked.jsonl", [asked | {"context": "stan mill"}])
-    folder = kept["native qa"][0]
-    first = predict(folder, tmp_path / "asked.json", tmp_path / "found.jsonl")
-    second = predict(folder, tmp_path / "asked.jsonl", tmp_path / "found.jsonl")
+    directory = kept["native qa"][0]
+    first = predict(directory, tmp_path / "asked.json", tmp_path / "found.jsonl")
+    second = predict(directory, tmp_path / "asked.jsonl", tmp_path / "found.jsonl")
     assert first == second and first[0]["id"] == "q"
 
 

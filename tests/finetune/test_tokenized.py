@@ -149,7 +149,7 @@ def test_a_broken_file_is_made_again(tokenizer, tmp_path):
 def test_several_processes_make_it_once_together(tmp_path):
     """Forks, of which all but the first wait."""
     context = multiprocessing.get_context("fork")
-    folder = tmp_path / "cache"
+    directory = tmp_path / "cache"
     made = tmp_path / "made"
     begun = context.Event()
     all_wait = context.Semaphore(0)
@@ -166,7 +166,7 @@ def test_several_processes_make_it_once_together(tmp_path):
         assert first or begun.wait(60)
         said = []
         found = load_or_compute(
-            folder, {"one": 1}, make, lambda: said or (said.append(1), all_wait.release())
+            directory, {"one": 1}, make, lambda: said or (said.append(1), all_wait.release())
         )
         assert found.tokens.tolist() == [0, 1, 2] and len(said) == (not first)
 
@@ -176,7 +176,9 @@ def test_several_processes_make_it_once_together(tmp_path):
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert made.read_text() == "once\n" and [path.suffix for path in folder.iterdir()] == [".npz"]
+    assert made.read_text() == "once\n" and [path.suffix for path in directory.iterdir()] == [
+        ".npz"
+    ]
 
 
 def test_what_a_killed_process_left_is_removed_when_it_is_made_again(tmp_path):
@@ -196,10 +198,10 @@ def test_what_fails_leaves_nothing(tmp_path):
 
 @pytest.fixture(scope="module", params=tokenizer_shapes.SHAPES)
 def shape(request, tmp_path_factory):
-    folder = tokenizer_shapes.save(
+    directory = tokenizer_shapes.save(
         tokenizer_shapes.SHAPES[request.param](), tmp_path_factory.mktemp("shapes") / request.param
     )
-    return load_tokenizer(folder)
+    return load_tokenizer(directory)
 
 
 @pytest.mark.parametrize("length", [9, 1000])

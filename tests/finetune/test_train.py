@@ -32,10 +32,10 @@ FEW = ["--max-steps", "6", "--batch-size", "8", "--epochs", "9"]
 FAMILIES = ["sc", "tc", "qa", "ir"]
 
 
-def results(folder):
+def results(directory):
     return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(Path(folder).rglob("results.json"))
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(Path(directory).rglob("results.json"))
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from convert import hf_models, hostile_folders
+from convert import hf_models, hostile_directories
 from small_data import read_json, write_file, write_splits
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
@@ -31,16 +31,16 @@ def hostile(model, tmp_path):
     """Return a function that makes a changed copy of the model."""
 
     def changed(change):
-        folder = shutil.copytree(model, tmp_path / "hf")
-        change(folder)
-        return folder
+        directory = shutil.copytree(model, tmp_path / "hf")
+        change(directory)
+        return directory
 
     return changed
 
 
-@pytest.mark.parametrize("case", hostile_folders.CASES)
+@pytest.mark.parametrize("case", hostile_directories.CASES)
 def test_from_hf_refuses_in_one_line_and_leaves_nothing(case, hostile, tmp_path, refusal):
-    change, words = hostile_folders.CASES[case]
+    change, words = hostile_directories.CASES[case]
     line = refusal(
         convert, ["from-hf", "--input", hostile(change), "--output", tmp_path / "out" / "core"]
     )
@@ -49,11 +49,11 @@ def test_from_hf_refuses_in_one_line_and_leaves_nothing(case, hostile, tmp_path,
 
 
 @pytest.mark.parametrize("command", ["fine-tuning", "fill-mask"])
-@pytest.mark.parametrize("case", hostile_folders.SOME)
+@pytest.mark.parametrize("case", hostile_directories.SOME)
 def test_other_commands_refuse_in_one_line_and_leave_no_result(
     case, command, hostile, tmp_path, refusal
 ):
-    change, words = hostile_folders.SOME[case]
+    change, words = hostile_directories.SOME[case]
     data = write_splits(
         tmp_path / "data", "jsonl", [{"text": f"a cat {n}", "label": n % 2} for n in range(4)]
     )
@@ -81,12 +81,12 @@ def test_settings_say_nothing_of_how_to_load(hostile):
         "fusion_config": {"a": 1},
         "transformers_weights": "adapter_model.bin",
     }
-    folder = hostile(
-        hostile_folders.edit(
+    directory = hostile(
+        hostile_directories.edit(
             **loading, text_config=inner | loading, layers_config=[inner | loading]
         )
     )
-    config = HFCheckpoint(folder).config
+    config = HFCheckpoint(directory).config
     assert config["text_config"] == inner and config["layers_config"] == [inner]
     assert not config.keys() & loading.keys() and config["hidden_size"] == 64
 
@@ -145,45 +145,45 @@ assert hub_kernels.is_kernels_available() and is_peft_available(), "the plants a
 open(marker, "w").close()
 from megaenc.finetune import fill_mask
 from megaenc.finetune.model.load import load_backbone
-for folder in sorted(Path("models").iterdir(), key=lambda path: int(path.name)):
-    load_backbone(str(folder), "bidirectional", device="cpu", dtype=torch.float32)
-    fill_mask.load_masked_lm(folder)
-    assert not marker.read_text(), (folder, marker.read_text())
+for directory in sorted(Path("models").iterdir(), key=lambda path: int(path.name)):
+    load_backbone(str(directory), "bidirectional", device="cpu", dtype=torch.float32)
+    fill_mask.load_masked_lm(directory)
+    assert not marker.read_text(), (directory, marker.read_text())
 print("loaded")
 """
 
 
-def test_no_code_or_network_is_reached_by_what_a_folder_names(model, tmp_path, monkeypatch):
+def test_no_code_or_network_is_reached_by_what_a_directory_names(model, tmp_path, monkeypatch):
     """The packages that would download or run it seem to be installed."""
     monkeypatch.chdir(tmp_path)
     for package, version, code in (
         ("kernels", KERNELS_MIN_VERSION, KERNELS),
         ("peft", "99.0", TOUCH),
     ):
-        folder = Path("packages") / package
-        about = folder.with_name(f"{package}-{version}.dist-info")
-        folder.mkdir(parents=True)
+        directory = Path("packages") / package
+        about = directory.with_name(f"{package}-{version}.dist-info")
+        directory.mkdir(parents=True)
         about.mkdir()
-        (folder / "__init__.py").write_text(code)
+        (directory / "__init__.py").write_text(code)
         (about / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
         )
     for number, settings in enumerate(SETTINGS):
-        folder = shutil.copytree(model, Path("models") / f"{number}")
-        hostile_folders.edit(**settings)(folder)
-        (folder / "code.py").write_text(TOUCH)
-        (folder / "config.9.0.json").write_text("{")
-        (folder / "adapter_model.bin").write_bytes(b"c__builtin__\nopen\n(S'marker'\nS'w'\ntR.")
-        (folder / "adapter_config.json").write_text(
+        directory = shutil.copytree(model, Path("models") / f"{number}")
+        hostile_directories.edit(**settings)(directory)
+        (directory / "code.py").write_text(TOUCH)
+        (directory / "config.9.0.json").write_text("{")
+        (directory / "adapter_model.bin").write_bytes(b"c__builtin__\nopen\n(S'marker'\nS'w'\ntR.")
+        (directory / "adapter_config.json").write_text(
             '{"base_model_name_or_path": "org/repository", "peft_type": "LORA"}'
         )
-        (folder / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
-        tokenizer = read_json(folder / "tokenizer_config.json")
+        (directory / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
+        tokenizer = read_json(directory / "tokenizer_config.json")
         tokenizer |= {
             "auto_map": {"AutoTokenizer": ["code.Marked", "code.Marked"]},
             "name_or_path": "org/repository",
         }
-        write_file(folder / "tokenizer_config.json", tokenizer)
+        write_file(directory / "tokenizer_config.json", tokenizer)
     online = {"HF_HUB_OFFLINE": "0"}
     ended = runs.run(
         [sys.executable, "-c", LOAD],

@@ -63,7 +63,7 @@ ROWS = {
     "megaenc objective check": "OBJECTIVE",
     "megaenc objective check mlmm": "unknown objective `mlmm`",
     "megaenc objective check 'mlm(mask=2)'": "option `mask`: found 2.0",
-    "megaenc objective check distill": "option `teacher`: missing, expected the folder",
+    "megaenc objective check distill": "option `teacher`: missing, expected the directory",
     "megaenc objective check 'distill(teacher=hf)'": (
         "teacher hf: a vocabulary of 400 ids, expected at least the 1000"
     ),

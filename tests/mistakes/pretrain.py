@@ -68,10 +68,10 @@ ROWS = {
     "{train} --objective-schedule mlm(mask=1.5):1": "mask",
     "{train} --objective-schedule mlm(msak=0.3):1.0": "did you mean `mask`?",
     "{train} --objective-schedule 'distill(mask=0.3):1.0'": (
-        "option `teacher`: missing, expected the folder"
+        "option `teacher`: missing, expected the directory"
     ),
     "{train} --objective-schedule 'distill(teacher=gone):1.0'": (
-        "teacher gone: no such folder, expected one with config.json"
+        "teacher gone: no such directory, expected one with config.json"
     ),
     "{train} --objective-schedule 'distill(teacher=hf-badconfig):1.0'": (
         "hf-badconfig/config.json: not JSON"

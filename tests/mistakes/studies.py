@@ -36,10 +36,10 @@ ROWS = {
         "embed: unknown field `sedes`; did you mean `seeds`?"
     ),
     "megaenc study run study-embed.yaml --output new": (
-        "nowhere: no such folder; expected BEIR's layout"
+        "nowhere: no such directory; expected BEIR's layout"
     ),
     "megaenc study run study-pairs.yaml --output new": (
-        "nowhere.jsonl: no such file or folder; expected pairs"
+        "nowhere.jsonl: no such file or directory; expected pairs"
     ),
     "megaenc study run study.yaml --output file": "--output file",
     "megaenc study run study.yaml --output /proc/x": "/proc/x",

@@ -117,13 +117,13 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
     for number, (saves, loads) in enumerate([(ENGINE, KernelConfig()), (KernelConfig(), ENGINE)]):
         saved = build(saves, seed=5)
         loaded = build(loads, seed=6)
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        write_chunks(folder, 0, chunks(saved))
-        digests = publish_chunks(folder, 1, 0)
-        _, stored = parse_index((folder / "index.json").read_bytes(), digests)
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        write_chunks(directory, 0, chunks(saved))
+        digests = publish_chunks(directory, 1, 0)
+        _, stored = parse_index((directory / "index.json").read_bytes(), digests)
         assert {each.key for each in stored} == {each.key for each in chunks(loaded)}
-        ChunkReader(folder, stored).read(chunks(loaded))
+        ChunkReader(directory, stored).read(chunks(loaded))
         theirs = dict(saved.named_parameters())
         assert all(
             torch.equal(parameter, theirs[name]) for name, parameter in loaded.named_parameters()

@@ -72,9 +72,9 @@ def write_phrases(path, phrases=PHRASES, fingerprint=VOCABULARY.fingerprint) -> 
     return str(path)
 
 
-def write_teacher(folder: Path, name: str = "eurobert", **options) -> Path:
+def write_teacher(directory: Path, name: str = "eurobert", **options) -> Path:
     """Save a model of tests/convert/hf_models.py with random weights, no tokenizer."""
     from convert import hf_models
 
-    hf_models.build(name, **({"vocab_size": VOCABULARY.size} | options)).save_pretrained(folder)
-    return folder
+    hf_models.build(name, **({"vocab_size": VOCABULARY.size} | options)).save_pretrained(directory)
+    return directory

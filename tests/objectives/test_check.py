@@ -140,7 +140,7 @@ CASES = {f"labels_{name}": (*code, words) for name, (*code, words) in LEAKS.item
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def directory(tmp_path, monkeypatch):
     """Change to a temporary directory, for checks of a quarter of a million tokens."""
     monkeypatch.setattr(measure, "_PACKS", 128)
     monkeypatch.chdir(tmp_path)
@@ -150,7 +150,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", sorted({*OBJECTIVES._own} - {"distill"})
 )  # which needs a teacher: test_distillation.py
-def test_own_objectives_pass(name, folder):
+def test_own_objectives_pass(name, directory):
     _, results = run_checks(CheckConfig(name))
     assert [result.name for result in results if result.passed is False] == []
     rows = {result.name: result.text for result in results}
@@ -179,14 +179,14 @@ def test_statistics_are_those_of_the_options():
     assert last < 14.5
 
 
-def test_weights_and_their_divisor_are_told(folder):
+def test_weights_and_their_divisor_are_told(directory):
     _, results = run_checks(CheckConfig("diffusion(low=0.5,high=0.5)"))
     rows = {result.name: result.text for result in results}
     assert rows["weights"].startswith("2.0000 on average, sum / divisor 1.00")
 
 
-def test_a_name_that_another_objective_has_is_refused(folder, refusal):
-    (folder / "same_name.py").write_text(
+def test_a_name_that_another_objective_has_is_refused(directory, refusal):
+    (directory / "same_name.py").write_text(
         HEAD.format(shift="", body=HIDDEN).replace('name = "made"', 'name = "clm"')
     )
     assert "same_name:Made: is called `clm`, found another objective of this name" in refusal(
@@ -202,16 +202,16 @@ def test_labels_that_are_kept_too_often_are_refused(refusal):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_plug_in_does_wrong_is_refused(case, folder, refusal):
+def test_what_a_plug_in_does_wrong_is_refused(case, directory, refusal):
     shift, body, words = CASES[case]
-    (folder / f"{case}.py").write_text(HEAD.format(shift=shift, body=body))
+    (directory / f"{case}.py").write_text(HEAD.format(shift=shift, body=body))
     line = refusal(main, [f"{case}:Made"])
     assert line.startswith(f"error: {case}:Made: ") and words in line
 
 
-def test_the_example_and_a_right_plug_in_pass(folder, capsys):
-    shutil.copy(runs.ROOT / "examples/objective_plugin/word_order.py", folder)
-    shutil.copy(runs.ROOT / "examples/objective_plugin/replaced_tokens.py", folder)
+def test_the_example_and_a_right_plug_in_pass(directory, capsys):
+    shutil.copy(runs.ROOT / "examples/objective_plugin/word_order.py", directory)
+    shutil.copy(runs.ROOT / "examples/objective_plugin/replaced_tokens.py", directory)
     main(["replaced_tokens:ReplacedTokenDetection", "--options", "share=0.25"])
     output = " ".join(capsys.readouterr().out.split())
     assert "leaks not tested: labels are classes" in output
@@ -232,7 +232,7 @@ def test_the_example_and_a_right_plug_in_pass(folder, capsys):
             r"100\.0 % of [\d,]+ labels change a visible input, (.*) % at their own place", output
         )
         assert float(row[1]) == pytest.approx(share, abs=2.5)
-    (folder / "right.py").write_text(HEAD.format(shift="", body=HIDDEN))
+    (directory / "right.py").write_text(HEAD.format(shift="", body=HIDDEN))
     main(["right:Made", "--options", "share=0.25"])
     output = capsys.readouterr().out
     assert "failed" not in output
@@ -254,16 +254,16 @@ class _FakeWorker:
         if not job.flags:
             future.set_result(None)
             return future
-        folder = Path(job.flags[-1])
+        directory = Path(job.flags[-1])
         try:
-            change = self.train(folder.name, self.output)
+            change = self.train(directory.name, self.output)
         except Exception as error:
             future.set_exception(error)
             return future
         if change is not None:
-            folder.mkdir(exist_ok=True)
+            directory.mkdir(exist_ok=True)
             row = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "accuracy": 0.5, "predicted_tokens": 7}
-            (folder / "metrics.jsonl").write_text(
+            (directory / "metrics.jsonl").write_text(
                 f"{json.dumps(row)}\n{json.dumps(row | {'step': 2} | change)}\n"
             )
             future.set_result(None)
@@ -314,7 +314,7 @@ def _fail(name, output):
 )
 def test_runs_are_compared_and_their_failures_named(train, results, monkeypatch):
     monkeypatch.setattr(layouts, "_SECONDS", 0.1)
-    monkeypatch.setattr(layouts, "_write_corpus", lambda folder: ())
+    monkeypatch.setattr(layouts, "_write_corpus", lambda directory: ())
 
     @contextlib.contextmanager
     def start_workers(work, count, environment, output):
@@ -330,8 +330,8 @@ def test_runs_are_compared_and_their_failures_named(train, results, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_plug_in_trains_alike_in_every_layout(folder, capfd, refusal):
-    shutil.copy(runs.ROOT / "examples/objective_plugin/replaced_tokens.py", folder)
+def test_a_plug_in_trains_alike_in_every_layout(directory, capfd, refusal):
+    shutil.copy(runs.ROOT / "examples/objective_plugin/replaced_tokens.py", directory)
     main(["replaced_tokens:ReplacedTokenDetection", "--options", "share=0.5", "--train"])
     output = " ".join(capfd.readouterr().out.split())
     assert (
@@ -339,7 +339,7 @@ def test_a_plug_in_trains_alike_in_every_layout(folder, capfd, refusal):
         and "resume passed" in output
     )
     # In one process there is no rank to see.
-    (folder / "of_ranks.py").write_text(
+    (directory / "of_ranks.py").write_text(
         HEAD.format(shift="", body=f"at = at[int(os.environ.get('RANK', '0')) // 2 :]; {HIDDEN}")
     )
     assert "layouts: " in refusal(main, ["of_ranks:Made", "--train"])

@@ -20,20 +20,20 @@ from megaenc.objectives.check import measure
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """Return the folder of a tiny EuroBERT, which must not be changed."""
+    """Return the directory of a tiny EuroBERT, which must not be changed."""
     return write_teacher(tmp_path_factory.mktemp("teacher"))
 
 
-def load(folder):
+def load(directory):
     """Return the model as transformers loads it in float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import megaenc.hf.neobert_model  # noqa: F401, registers our class of NeoBERT
 
-    decoder = AutoConfig.from_pretrained(folder).architectures[0].endswith("ForCausalLM")
+    decoder = AutoConfig.from_pretrained(directory).architectures[0].endswith("ForCausalLM")
     return (
         (AutoModelForCausalLM if decoder else AutoModelForMaskedLM)
-        .from_pretrained(folder, dtype=torch.float32)
+        .from_pretrained(directory, dtype=torch.float32)
         .eval()
     )
 
@@ -167,17 +167,17 @@ def test_options_change_over_a_phase_and_the_teacher_is_part_of_the_identity(tea
 def test_a_teacher_is_needed_at_a_path_that_a_schedule_can_hold():
     with pytest.raises(
         InputError,
-        match=r"option `teacher`: missing, expected the folder .*: distill\(teacher=DIR\)",
+        match=r"option `teacher`: missing, expected the directory .*: distill\(teacher=DIR\)",
     ):
         Distillation(VOCABULARY)
-    for part in ("my folder", "a,b", "a(b)"):
+    for part in ("my directory", "a,b", "a(b)"):
         with pytest.raises(InputError, match=r"at character \d+ of .*here: "):
             Schedule.build(f"distill(teacher=/models/{part}):1.0", 1, VOCABULARY)
 
 
-def change_config(folder, **values):
+def change_config(directory, **values):
     """Change fields of config.json, or remove those that are None."""
-    file = folder / "config.json"
+    file = directory / "config.json"
     content = json.loads(file.read_text()) | values
     file.write_text(
         json.dumps({name: value for name, value in content.items() if value is not None})
@@ -187,7 +187,7 @@ def change_config(folder, **values):
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (shutil.rmtree, "no such folder, expected one with config.json"),
+        (shutil.rmtree, "no such directory, expected one with config.json"),
         (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
         (
             lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
@@ -218,15 +218,18 @@ def change_config(folder, **values):
     ],
 )
 def test_an_unusable_teacher_is_refused_in_one_line(damage, complaint, teacher, tmp_path):
-    folder = shutil.copytree(teacher, tmp_path / "teacher")
-    damage(folder)
+    directory = shutil.copytree(teacher, tmp_path / "teacher")
+    damage(directory)
     with pytest.raises(InputError) as error:
-        check_targets(Distillation(VOCABULARY, teacher=str(folder)), random_pack(0), seed=0)
+        check_targets(Distillation(VOCABULARY, teacher=str(directory)), random_pack(0), seed=0)
     line = str(error.value)
     assert (
-        complaint in line and "\n" not in line and "InputError" not in line and str(folder) in line
+        complaint in line
+        and "\n" not in line
+        and "InputError" not in line
+        and str(directory) in line
     )
-    assert line.startswith(f"objective `distill(teacher={folder})`, pack 0: ")
+    assert line.startswith(f"objective `distill(teacher={directory})`, pack 0: ")
 
 
 @pytest.mark.slow

@@ -18,33 +18,35 @@ WHOLE = 20
 
 
 @pytest.fixture(scope="module")
-def run_folder(small_corpus, tmp_path_factory):
+def run_directory(small_corpus, tmp_path_factory):
     """A run of two processes, stopped half-way and resumed by the same command."""
-    folder = tmp_path_factory.mktemp("smoke") / "run"
+    directory = tmp_path_factory.mktemp("smoke") / "run"
     flags = [
         *small_corpus.flags,
         *runs.SHORT_RUN,
         "--save",
-        str(folder),
+        str(directory),
         "--tensor-model-parallel-size",
         "2",
     ]
     for last in (HALF, WHOLE):
         runs.script(runs.PRETRAIN, [*flags, "--exit-interval", str(HALF)], processes=2, fresh=True)
-        assert runs.metrics(folder)[-1]["step"] == last
-    return folder
+        assert runs.metrics(directory)[-1]["step"] == last
+    return directory
 
 
 @pytest.fixture(scope="module")
-def exported(run_folder):
+def exported(run_directory):
     """The run's last checkpoint as a Hugging Face directory."""
-    folder = run_folder.with_name("hf")
-    runs.run([*MEGAENC, "convert", "to-hf", "--load", str(run_folder), "--output", str(folder)])
-    return folder
+    directory = run_directory.with_name("hf")
+    runs.run(
+        [*MEGAENC, "convert", "to-hf", "--load", str(run_directory), "--output", str(directory)]
+    )
+    return directory
 
 
-def test_a_run_trains_and_goes_on_from_its_checkpoint(run_folder):
-    rows = runs.metrics(run_folder)
+def test_a_run_trains_and_goes_on_from_its_checkpoint(run_directory):
+    rows = runs.metrics(run_directory)
     assert [row["step"] for row in rows] == list(range(1, WHOLE + 1))
     assert [row["objective"] for row in rows] == ["clm"] * HALF + ["mlm"] * HALF
     for half in (rows[:HALF], rows[HALF:]):  # which begins anew with the other objective
@@ -60,14 +62,14 @@ def test_the_export_loads_and_fills_masks(exported):
 
 
 def test_the_export_is_fine_tuned(exported, tmp_path):
-    folder = tmp_path / "colours"
-    folder.mkdir()
+    directory = tmp_path / "colours"
+    directory.mkdir()
     for split, count in (("train", 64), ("valid", 16), ("test", 16)):
         rows = [
             {"text": f"number {n} is {('red', 'green')[n % 2]}", "label": ("red", "green")[n % 2]}
             for n in range(count)
         ]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (directory / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = [
         "--batch-size",
         "8",
@@ -79,7 +81,7 @@ def test_the_export_is_fine_tuned(exported, tmp_path):
         str(tmp_path / "results"),
     ]
     said = runs.run(
-        [*MEGAENC, "finetune", "run", "--model", str(exported), "--dataset", str(folder), *flags]
+        [*MEGAENC, "finetune", "run", "--model", str(exported), "--dataset", str(directory), *flags]
     )
     shown = runs.run([*MEGAENC, "finetune", "summary", str(tmp_path / "results")])
     assert "colours" in said.stdout + said.stderr and "colours" in shown.stdout

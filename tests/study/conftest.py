@@ -1,7 +1,7 @@
 """A study in miniature: its results and runs, read once."""
 
 import pytest
-from study_folders import settings, write_results, write_runs
+from study_directories import settings, write_results, write_runs
 
 from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.results.evidence import build_evidence

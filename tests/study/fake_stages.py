@@ -38,7 +38,7 @@ class FakeStage:
         return self.study / f"{self.id.replace('/', '_')}.made"
 
     @property
-    def folder(self) -> Path:
+    def directory(self) -> Path:
         """Return the output file."""
         return self.made
 

@@ -48,19 +48,21 @@ EMBED = {
 """Section `embed` with two sets, pairs to train on, and a flag of evaluation and training."""
 
 
-def write(folder: Path, **changes) -> Path:
+def write(directory: Path, **changes) -> Path:
     """BASE with some of its keys changed (None: left out), as a file."""
     values = {key: value for key, value in (BASE | changes).items() if value is not None}
-    path = folder / "study.yaml"
+    path = directory / "study.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
 
 
-def read(folder: Path, *entries: dict, **changes) -> Manifest:
+def read(directory: Path, *entries: dict, **changes) -> Manifest:
     """Return the manifest that `write` writes, with these models instead of BASE's."""
-    return read_manifest(write(folder, **changes, **({"models": list(entries)} if entries else {})))
+    return read_manifest(
+        write(directory, **changes, **({"models": list(entries)} if entries else {}))
+    )
 
 
-def graph(folder: Path, *entries: dict, **changes) -> StageGraph:
+def graph(directory: Path, *entries: dict, **changes) -> StageGraph:
     """The graph of the manifest that `read` reads."""
-    return build_graph(read(folder, *entries, **changes))
+    return build_graph(read(directory, *entries, **changes))

@@ -1,6 +1,6 @@
 """Tree of results that gives the published tables, to the printed digit.
 
-    published_tree.write(folder)
+    published_tree.write(directory)
 
 It has 46 models x 12 data sets x 3 rates x 5 seeds: 8,280 files in the study's own format. The
 scores of a cell's seeds have the printed mean and 1.96 * sd / sqrt(5), and the averages of a family
@@ -52,10 +52,10 @@ def _write_set(place: Path, best: int, of_seeds: np.ndarray, rates: int) -> None
         for seed, score in enumerate(of_seeds):
             test = min(1.0, max(0.0, score + (0.0, -0.02, 0.01)[away]))
             validation = (0.5, 0.4, 0.45)[away] + score / 10
-            folder = place / f"{train_on}lr{rate}_sd{seed}"
-            folder.mkdir(parents=True)
+            directory = place / f"{train_on}lr{rate}_sd{seed}"
+            directory.mkdir(parents=True)
             splits = {"validation": split(validation), "test": split(test)}
-            (folder / "results.json").write_text(json.dumps(splits))
+            (directory / "results.json").write_text(json.dumps(splits))
 
 
 def split(score: float) -> dict:

@@ -28,13 +28,13 @@ TWO = [
 GRID = {"datasets": ["demo_sc"], "learning_rates": [1e-3], "seeds": 1}
 
 
-def build_stages(folder: Path, **changes) -> dict[str, StageRunner]:
+def build_stages(directory: Path, **changes) -> dict[str, StageRunner]:
     """Return the stages of a small manifest with changes.
 
-    The study is in `folder`/study.
+    The study is in `directory`/study.
     """
-    study = folder / STUDY
-    return build_graph(manifests.read(folder, **changes), study).stages
+    study = directory / STUDY
+    return build_graph(manifests.read(directory, **changes), study).stages
 
 
 def make(*stages: StageRunner, identity: dict | None = None) -> None:
@@ -63,58 +63,58 @@ def make_run(stage: PretrainStage, step: int, identity: dict | None = None) -> N
         )
     identity = stage._identity() | start.identity | (identity or {})
     facts = {"format": RUN_FORMAT, "identity": identity, "start": asdict(start)}
-    checkpoints = stage.folder / "checkpoints"
+    checkpoints = stage.directory / "checkpoints"
     checkpoints.mkdir(parents=True)
-    (stage.folder / "run.json").write_text(json.dumps(facts))
+    (stage.directory / "run.json").write_text(json.dumps(facts))
     for saved_step in {
         step,
         *(saved_step for saved_step in stage.checkpoint_steps if saved_step <= step),
     }:
-        folder = checkpoints / f"iter_{saved_step:07d}"
-        folder.mkdir()
-        (folder / "weights").write_text("x")
+        directory = checkpoints / f"iter_{saved_step:07d}"
+        directory.mkdir()
+        (directory / "weights").write_text("x")
         state = {
             "identity": facts["identity"],
             "step": saved_step,
             "files": {"weights": {"bytes": 1, "sha256": "0"}},
         }
-        (folder / "state.json").write_text(json.dumps(state | {"sha256": json_digest(state)}))
+        (directory / "state.json").write_text(json.dumps(state | {"sha256": json_digest(state)}))
     (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
 def make_export(stage: ExportStage, weights: str = "weights", **facts) -> None:
     """Write an export of the existing run."""
-    stage.folder.mkdir(parents=True, exist_ok=True)
+    stage.directory.mkdir(parents=True, exist_ok=True)
     for name, text in {
         "config.json": "{}",
         "model.safetensors": weights,
         "tokenizer.json": "{}",
     }.items():
-        (stage.folder / name).write_text(text)
+        (stage.directory / name).write_text(text)
     certificate = {
         "run": stage.run,
         "step": stage.step,
         "identity": identity_digest(read_identity(stage.study / "runs" / stage.run)),
     }
-    (stage.folder / "conversion.json").write_text(json.dumps(certificate | facts))
+    (stage.directory / "conversion.json").write_text(json.dumps(certificate | facts))
 
 
 def make_results(stage: FinetuneStage) -> None:
     """Write every result, for the existing export and data."""
     training = stage.training
-    [weights] = compute_model_fingerprints([str(stage._export)], str(stage.folder.parent))
+    [weights] = compute_model_fingerprints([str(stage._export)], str(stage.directory.parent))
     model = {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(stage._export))}
     for dataset in training.datasets:
         for rate in stage.flags["learning_rates"]:
             for seed in range(stage.flags["seeds"]):
-                folder = result_files.run_folder(
-                    stage.folder, training.family, dataset, training.train_on, rate, seed
+                directory = result_files.run_directory(
+                    stage.directory, training.family, dataset, training.train_on, rate, seed
                 )
                 fingerprints = model | stage.data.fingerprints.get(dataset, {})
                 origin = {"protocol": asdict(stage.protocol), "fingerprints": fingerprints}
                 split = {"score": 0.5, "metrics": {}, "scores_i": [0.0, 1.0] * 5000}
                 result_files._write_json(
-                    folder / result_files.RESULTS, origin | {"validation": split, "test": split}
+                    directory / result_files.RESULTS, origin | {"validation": split, "test": split}
                 )
 
 

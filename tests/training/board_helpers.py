@@ -7,10 +7,13 @@ import runs
 from megaenc.training.callbacks.backends import flatten_row
 
 
-def numbers(folder) -> dict[str, dict[int, float]]:
+def numbers(directory) -> dict[str, dict[int, float]]:
     """Return the numbers in the run directory by their name on the boards and by step."""
     values: dict[str, dict[int, float]] = {}
-    for group, rows in (("train", runs.metrics(folder)), ("validation", runs.validations(folder))):
+    for group, rows in (
+        ("train", runs.metrics(directory)),
+        ("validation", runs.validations(directory)),
+    ):
         for row in rows:
             for name, value in flatten_row(row, group).items():
                 if not isinstance(value, str):
@@ -18,7 +21,7 @@ def numbers(folder) -> dict[str, dict[int, float]]:
     return values
 
 
-def tensorboard_shows(folder):
+def tensorboard_shows(directory):
     """Return the events that TensorBoard reads, and the numbers by name and step."""
     from tensorboard.backend.event_processing.plugin_event_accumulator import (
         TENSORS,
@@ -26,7 +29,7 @@ def tensorboard_shows(folder):
     )
     from tensorboard.util.tensor_util import make_ndarray
 
-    events = EventAccumulator(str(folder), size_guidance={TENSORS: 0})
+    events = EventAccumulator(str(directory), size_guidance={TENSORS: 0})
     events.Reload()
     logged = {}
     for tag in events.Tags()["tensors"]:
@@ -40,12 +43,12 @@ def tensorboard_shows(folder):
     return events, logged
 
 
-def wandb_records(folder):
+def wandb_records(directory):
     """Return (run id, configuration, rows) of each start of the run, in order."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
 
-    for file in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
+    for file in sorted((directory / "wandb").glob("offline-run-*/*.wandb")):
         store = DataStore()
         run = None
         rows = []

@@ -24,20 +24,20 @@ def forge(file: Path, content: bytes) -> None:
     change_state(file.parent, lambda state: state["files"].update({file.name: entry}))
 
 
-def change_state(folder: Path, change: Callable[[dict], object]) -> None:
+def change_state(directory: Path, change: Callable[[dict], object]) -> None:
     """Apply `change` to the fields of a checkpoint's state.json; update its digest."""
-    state = json.loads((folder / "state.json").read_text())
+    state = json.loads((directory / "state.json").read_text())
     state.pop("sha256", None)
     change(state)
     state["sha256"] = json_digest(state)
-    (folder / "state.json").write_text(json.dumps(state))
+    (directory / "state.json").write_text(json.dumps(state))
 
 
-def whole_checkpoint(folder: Path, step: int) -> None:
+def whole_checkpoint(directory: Path, step: int) -> None:
     """Write a checkpoint that looks whole: a false shard and the state.json to match."""
-    folder.mkdir()
-    (folder / "state.json").write_text(json.dumps({"step": step, "identity": {}, "files": {}}))
-    forge(folder / "__0_0.distcp", b"weights of step %d" % step)
+    directory.mkdir()
+    (directory / "state.json").write_text(json.dumps({"step": step, "identity": {}, "files": {}}))
+    forge(directory / "__0_0.distcp", b"weights of step %d" % step)
 
 
 def errors(result: subprocess.CompletedProcess) -> list[str]:
@@ -45,10 +45,10 @@ def errors(result: subprocess.CompletedProcess) -> list[str]:
     return [line for line in result.stderr.splitlines() if line.startswith("error:")]
 
 
-def assert_only_step_4(folder: Path) -> None:
+def assert_only_step_4(directory: Path) -> None:
     """Assert that the checkpoint of step 4 is whole and nothing is left of another."""
-    checkpoints = CheckpointLoader(folder / "checkpoints")
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == [
+    checkpoints = CheckpointLoader(directory / "checkpoints")
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == [
         "iter_0000004",
         "latest_checkpointed_iteration.txt",
     ]

@@ -16,13 +16,13 @@ def saved_run(small_corpus, tmp_path_factory):
 
     It is in float32, with checkpoints of steps 4, 8 and 12.
     """
-    folder = tmp_path_factory.mktemp("saved") / "run"
+    directory = tmp_path_factory.mktemp("saved") / "run"
     every = ["--save-interval", "4", "--exit-interval", "12"]
     runs.script(
         runs.PRETRAIN,
-        [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), *every],
+        [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(directory), *every],
     )
-    return folder
+    return directory
 
 
 @pytest.fixture(scope="session")
@@ -53,12 +53,12 @@ def small_disk(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def second_corpus(small_corpus, shared_folder) -> str:
+def second_corpus(small_corpus, shared_directory) -> str:
     """The prefix of a corpus of 60 other documents with the same tokenizer."""
-    folder = shared_folder(
-        "second", lambda folder: make_corpus(folder / "b", small_corpus.tokenizer, 60, seed=1)
+    directory = shared_directory(
+        "second", lambda directory: make_corpus(directory / "b", small_corpus.tokenizer, 60, seed=1)
     )
-    return str(folder / "b_text_document")
+    return str(directory / "b_text_document")
 
 
 @pytest.fixture(scope="session")
@@ -130,16 +130,18 @@ def three_phases(small_corpus, second_corpus) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def teacher(small_corpus, shared_folder):
+def teacher(small_corpus, shared_directory):
     """A random EuroBERT with the tokenizer of the corpus; do not change it."""
     from convert import hf_models
 
-    def make(folder):
+    def make(directory):
         hf_models.write(
-            hf_models.build("eurobert", max_position_embeddings=64), folder, small_corpus.tokenizer
+            hf_models.build("eurobert", max_position_embeddings=64),
+            directory,
+            small_corpus.tokenizer,
         )
 
-    return shared_folder("teacher", make)
+    return shared_directory("teacher", make)
 
 
 @pytest.fixture(scope="session")
@@ -173,11 +175,11 @@ def distilled(small_corpus, teacher) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def plugin(shared_folder):
+def plugin(shared_directory):
     """A directory with the example package as pip installs it."""
 
-    def make(folder):
-        source = shutil.copytree(runs.ROOT / "examples" / "objective_plugin", folder / "source")
+    def make(directory):
+        source = shutil.copytree(runs.ROOT / "examples" / "objective_plugin", directory / "source")
         pip = [
             sys.executable,
             "-m",
@@ -188,6 +190,8 @@ def plugin(shared_folder):
             "--no-deps",
             "--no-index",
         ]
-        runs.run([*pip, "--no-build-isolation", "--target", str(folder / "packages"), str(source)])
+        runs.run(
+            [*pip, "--no-build-isolation", "--target", str(directory / "packages"), str(source)]
+        )
 
-    return shared_folder("plugin", make) / "packages"
+    return shared_directory("plugin", make) / "packages"

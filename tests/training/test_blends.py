@@ -23,13 +23,13 @@ LIMITED = ["--blend-max-epochs", "2"]
 @pytest.fixture(scope="module")
 def group(small_corpus, tmp_path_factory) -> list[str]:
     """Flags: six packs in ten from a group of three corpora, four from another corpus."""
-    folder = tmp_path_factory.mktemp("languages")
+    directory = tmp_path_factory.mktemp("languages")
     for seed, (name, documents) in enumerate(SIZES.items(), 2):
-        make_corpus(folder / name, small_corpus.tokenizer, documents, seed)
+        make_corpus(directory / name, small_corpus.tokenizer, documents, seed)
     data_path = [
         "--data-path",
         "0.6",
-        str(folder / "*_text_document"),
+        str(directory / "*_text_document"),
         "0.4",
         str(small_corpus.prefix),
     ]

@@ -34,22 +34,22 @@ TWO_STAGES += ["--lr-wsd-decay-style", "minus_sqrt", "--min-lr", "1e-3"]  # othe
 @pytest.fixture(scope="module")
 def parent(small_corpus, tmp_path_factory):
     """The parent run of 40 steps."""
-    folder = tmp_path_factory.mktemp("parent") / "run"
-    main([*small_corpus.flags, *PARENT, "--save", str(folder), "--save-interval", "5"])
-    return folder
+    directory = tmp_path_factory.mktemp("parent") / "run"
+    main([*small_corpus.flags, *PARENT, "--save", str(directory), "--save-interval", "5"])
+    return directory
 
 
 @pytest.fixture(scope="module")
 def two_stages(small_corpus, tmp_path_factory):
     """A run of 15 steps of CLM and 5 of MLM from new weights."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    main([*small_corpus.flags, *TWO_STAGES, "--save", str(folder)])
-    return folder
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    main([*small_corpus.flags, *TWO_STAGES, "--save", str(directory)])
+    return directory
 
 
-def branch_flags(small_corpus, parent, flags, folder, *more, at=15):
+def branch_flags(small_corpus, parent, flags, directory, *more, at=15):
     """Return the flags of a branch for the pretraining command."""
-    start = ["--branch-from", str(parent), "--branch-at", str(at), "--save", str(folder)]
+    start = ["--branch-from", str(parent), "--branch-at", str(at), "--save", str(directory)]
     return [*small_corpus.flags, *flags, *start, *map(str, more)]
 
 

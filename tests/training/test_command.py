@@ -75,7 +75,7 @@ def test_a_given_field_replaces_its_alternative(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_folder_holds_what_it_promises(short_run, tmp_path):
+def test_run_directory_holds_what_it_promises(short_run, tmp_path):
     """Its config.yaml, given to --config, starts the same run."""
     flags = [
         *short_run,
@@ -88,11 +88,13 @@ def test_run_folder_holds_what_it_promises(short_run, tmp_path):
     ]
     result = runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run")], fresh=True)
     assert result.stderr == "", "the console is quiet, also while all is imported"
-    folder = tmp_path / "run"
-    assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
-    assert (folder / "checkpoints" / "iter_0000004").is_dir()
-    assert yaml.safe_load((folder / "config.yaml").read_text())["train_iters"] == 4
-    row = runs.metrics(folder)[-1]
+    directory = tmp_path / "run"
+    assert (
+        directory / "checkpoints" / "latest_checkpointed_iteration.txt"
+    ).read_text().strip() == "4"
+    assert (directory / "checkpoints" / "iter_0000004").is_dir()
+    assert yaml.safe_load((directory / "config.yaml").read_text())["train_iters"] == 4
+    row = runs.metrics(directory)[-1]
     assert row.keys() >= {
         "step", "objective", "phase", "loss", "accuracy", "learning_rate", "grad_norm",
         "tokens", "predicted_tokens", "tokens_per_second", "model_flops_utilization",
@@ -101,7 +103,7 @@ def test_run_folder_holds_what_it_promises(short_run, tmp_path):
     assert (row["step"], row["objective"], row["phase"], row["tokens"]) == (4, "mlm", 1, 4 * 8 * 64)
 
     again = runs.run(
-        [sys.executable, "-m", "megaenc", "pretrain", "--config", str(folder / "config.yaml")]
+        [sys.executable, "-m", "megaenc", "pretrain", "--config", str(directory / "config.yaml")]
     )
     assert "is complete: step 4 of 4" in again.stdout
 

@@ -136,7 +136,7 @@ def test_a_run_goes_on_with_the_same_teacher_alone_and_is_exported_without_it(
     convert(["to-hf", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")])
     assert "distill(teacher=" in (tmp_path / "hf/README.md").read_text()
     line = runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "new")], expect=2).stderr
-    assert "no such folder" in line
+    assert "no such directory" in line
     assert not (tmp_path / "new").exists()
 
 

@@ -34,7 +34,7 @@ RUNS = {
 
 
 @pytest.fixture
-def folders(small_corpus, tmp_path):
+def directories(small_corpus, tmp_path):
     """Run directories by name."""
     jobs = []
     for name, (processes, flags) in RUNS.items():
@@ -43,42 +43,44 @@ def folders(small_corpus, tmp_path):
     return {name: tmp_path / name for name in RUNS}
 
 
-def losses(folder):
-    return [row["loss"] for row in runs.metrics(folder)]
+def losses(directory):
+    return [row["loss"] for row in runs.metrics(directory)]
 
 
-def largest(folders, one, other):
+def largest(directories, one, other):
     """Return the largest relative difference of losses over steps that both runs made."""
-    pairs = zip(losses(folders[one]), losses(folders[other]), strict=False)
+    pairs = zip(losses(directories[one]), losses(directories[other]), strict=False)
     return max(abs(a / b - 1) for a, b in pairs)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_float8_is_near_float32_and_the_same_in_every_layout(folders):
+def test_float8_is_near_float32_and_the_same_in_every_layout(directories):
     """In step 1, float8 makes a hundred times the difference that a layout makes.
 
     Later, numbers between two float8 values are rounded up in one run and down in the other, and
     the difference grows.
     """
     for name in ("hybrid", "e4m3"):
-        actual = losses(folders[name])
+        actual = losses(directories[name])
         assert actual[9] < 0.9 * actual[0]
-        assert 0 < largest(folders, name, "float32") < 0.005
-        assert actual[9] == pytest.approx(losses(folders["float32"])[9], rel=0.002)
-    assert losses(folders["recomputed"]) == losses(folders["hybrid"])[:3]
-    first = {name: runs.metrics(folder)[0] for name, folder in folders.items()}
+        assert 0 < largest(directories, name, "float32") < 0.005
+        assert actual[9] == pytest.approx(losses(directories["float32"])[9], rel=0.002)
+    assert losses(directories["recomputed"]) == losses(directories["hybrid"])[:3]
+    first = {name: runs.metrics(directory)[0] for name, directory in directories.items()}
     for layout in ("TP2", "PP2, distributed optimizer", "micro-batches of 1"):
         for quantity, share in (("loss", 0.05), ("grad_norm", 0.01)):
             reference = first["hybrid"][quantity]
             error = abs(first["float32"][quantity] / reference - 1)
             assert abs(first[layout][quantity] / reference - 1) < share * error, (layout, quantity)
-        assert largest(folders, layout, "hybrid") <= 2 * largest(folders, "float32", "hybrid")
+        assert largest(directories, layout, "hybrid") <= 2 * largest(
+            directories, "float32", "hybrid"
+        )
     # A shared sequence goes to the ranks in float8 under one scale: the products are those of ranks
     # that all have it, and only the order in which the gradients of norms are added up differs.
     for quantity in ("loss", "grad_norm"):
         assert first["TP2, SP"][quantity] == pytest.approx(first["TP2"][quantity], rel=1e-6)
-    assert largest(folders, "TP2, SP", "TP2") < 1e-4
+    assert largest(directories, "TP2, SP", "TP2") < 1e-4
 
 
 def test_a_matrix_that_does_not_fit_is_refused_by_name(small_corpus, refusal):

@@ -15,7 +15,7 @@ from megaenc.training.command import main
 from megaenc.training.run_dir import describe_difference
 from megaenc.training.run_init import identity_digest
 
-FOLDER = Path(__file__).parent / "identities"
+DIRECTORY = Path(__file__).parent / "identities"
 PACKAGE = runs.ROOT / "examples" / "objective_plugin"
 
 
@@ -27,29 +27,29 @@ def read_command(file: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def parent(small_corpus, tmp_path_factory):
     """The identity of the run `plain`, in a directory with all that the commands name."""
-    folder = tmp_path_factory.mktemp("identities")
+    directory = tmp_path_factory.mktemp("identities")
     for name, count in (("a", 200), ("b", 60)):
         write_whole_corpus(
-            folder / name, [[*range(5, 30 + number % 90), 0] for number in range(count)]
+            directory / name, [[*range(5, 30 + number % 90), 0] for number in range(count)]
         )
-        (folder / f"{name}.json").unlink()  # of another tokenizer
-    (folder / "tokenizer").symlink_to(small_corpus.tokenizer)
-    info = folder / "word_order-1.0.dist-info"
+        (directory / f"{name}.json").unlink()  # of another tokenizer
+    (directory / "tokenizer").symlink_to(small_corpus.tokenizer)
+    info = directory / "word_order-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: word-order\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[megaenc.objectives]\nword_order = word_order:WordOrder\n"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.syspath_prepend(folder)
+        patch.chdir(directory)
+        patch.syspath_prepend(directory)
         patch.syspath_prepend(PACKAGE)
-        main([*read_command(FOLDER / "plain.json"), "--save", "plain"])
+        main([*read_command(DIRECTORY / "plain.json"), "--save", "plain"])
         yield json.loads(Path("plain/run.json").read_text())["identity"]
     sys.modules.pop("word_order", None)
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(DIRECTORY.glob("*.json")), ids=lambda file: file.stem)
 def test_runs_of_an_earlier_version_can_be_resumed(file, parent):
     identity = plan_of(*read_command(file)).identity
     facts = {

@@ -62,10 +62,10 @@ WAYS = {
 @pytest.fixture(scope="module")
 def parent(small_corpus, tmp_path_factory):
     """Six steps of CLM on two stages and two data-parallel ranks; checkpoints 4 and 6."""
-    folder = tmp_path_factory.mktemp("parent") / "run"
-    flags = [*small_corpus.flags, *PARENT, "--save", str(folder), "--save-interval", "4"]
+    directory = tmp_path_factory.mktemp("parent") / "run"
+    flags = [*small_corpus.flags, *PARENT, "--save", str(directory), "--save-interval", "4"]
     runs.script(runs.PRETRAIN, [*flags, *PP2, *SPLIT], processes=4)
-    return folder
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def continued(small_corpus, parent):
     return [*small_corpus.flags, *CONTINUED, "--init-from", str(parent)]
 
 
-def facts_of(folder):
-    return json.loads((folder / "run.json").read_text())
+def facts_of(directory):
+    return json.loads((directory / "run.json").read_text())
 
 
 def test_it_is_a_new_run_given_those_weights(small_corpus, parent, tmp_path):

@@ -97,7 +97,7 @@ def test_closed_standard_streams_are_as_devnull(command, saved_run):
     assert runs.run([sys.executable, "-c", CLOSED, "-m", "megaenc", *words]).stderr == ""
 
 
-def test_a_folder_whose_name_is_not_utf_8_is_one_line(small_corpus, tmp_path, refusal):
+def test_a_directory_whose_name_is_not_utf_8_is_one_line(small_corpus, tmp_path, refusal):
     name = os.fsdecode(os.fsencode(tmp_path) + b"/run\xff")
     line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--save", name])
     assert "--save " in line

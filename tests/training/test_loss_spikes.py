@@ -74,7 +74,7 @@ def assert_same_run(run, reference):
 @pytest.fixture(scope="module")
 def without(small_corpus, tmp_path_factory):
     """The whole run without the packs that steps 38 to 40 of RUN read."""
-    folder = tmp_path_factory.mktemp("without") / "run"
+    directory = tmp_path_factory.mktemp("without") / "run"
     main(
         [
             *small_corpus.flags,
@@ -82,12 +82,12 @@ def without(small_corpus, tmp_path_factory):
             "--skip-packs",
             "296-319",
             "--save",
-            str(folder),
+            str(directory),
             "--save-interval",
             "5",
         ]
     )
-    return folder
+    return directory
 
 
 REWIND = ["--max-rewinds", "1", "--rewind-skip-iters", "3", "--save-interval", "5"]
@@ -96,28 +96,28 @@ REWIND = ["--max-rewinds", "1", "--rewind-skip-iters", "3", "--save-interval", "
 @pytest.fixture(scope="module")
 def rewound(small_corpus, tmp_path_factory):
     """RUN with a spike at step 40, rewound to its checkpoint of 35; and its output."""
-    folder = tmp_path_factory.mktemp("rewound") / "run"
-    flags = [json.dumps(SPIKE), *small_corpus.flags, *RUN, *REWIND, "--save", str(folder)]
-    return folder, runs.script(runs.WORKERS / "bad_packs.py", flags).stdout
+    directory = tmp_path_factory.mktemp("rewound") / "run"
+    flags = [json.dumps(SPIKE), *small_corpus.flags, *RUN, *REWIND, "--save", str(directory)]
+    return directory, runs.script(runs.WORKERS / "bad_packs.py", flags).stdout
 
 
 def test_a_rewind_makes_the_run_that_never_read_those_packs(rewound, without):
-    folder, output = rewound
-    assert_same_run(folder, without)
+    directory, output = rewound
+    assert_same_run(directory, without)
     [line] = [line for line in output.splitlines() if line.startswith("step 40: ")]
     assert "is a spike, " in line and line.endswith(
         " deviations above the recent ones; rewind 1 of 1"
     )
     assert "resuming after step 35" in output and "; 24 packs left out: 296-319" in output
-    facts = json.loads((folder / "run.json").read_text())
+    facts = json.loads((directory / "run.json").read_text())
     assert facts["skip_packs"] == facts["rewinds"] == ["296-319"]
-    assert "skip_packs:\n- 296-319\n" in (folder / "config.yaml").read_text()
+    assert "skip_packs:\n- 296-319\n" in (directory / "config.yaml").read_text()
 
 
 @pytest.mark.slow
 def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_path, monkeypatch):
     """Only the list is written, and checkpoints exist that have read those packs."""
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     flags = [
         json.dumps(SPIKE),
         *small_corpus.flags,
@@ -130,15 +130,15 @@ def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_
     ]
     monkeypatch.setenv("KILLED", "1")
     runs.script(
-        runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)], expect=-signal.SIGKILL
+        runs.WORKERS / "bad_packs.py", [*flags, "--save", str(directory)], expect=-signal.SIGKILL
     )
-    checkpoints = CheckpointLoader(folder / "checkpoints")
-    assert checkpoints.tracked_step() == 39 and runs.metrics(folder)[-1]["step"] == 40
+    checkpoints = CheckpointLoader(directory / "checkpoints")
+    assert checkpoints.tracked_step() == 39 and runs.metrics(directory)[-1]["step"] == 40
     monkeypatch.delenv("KILLED")
-    output = runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)]).stdout
+    output = runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(directory)]).stdout
     assert "resuming after step 36" in output and "25 packs left out: 296-319 900" in output
-    assert_same_run(folder, without)
-    assert json.loads((folder / "run.json").read_text())["rewinds"] == ["296-319"]
+    assert_same_run(directory, without)
+    assert json.loads((directory / "run.json").read_text())["rewinds"] == ["296-319"]
 
 
 def test_a_branch_leaves_out_what_rewinds_did_and_needs_a_step_that_they_left(

@@ -36,9 +36,9 @@ FIXED = "mlm(mask=0.15,random=0.1,keep=0.1)"
 @pytest.fixture(scope="module")
 def whole_run(three_phases, tmp_path_factory):
     """The nine steps without a stop, with checkpoints before and after a phase begins."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    main([*three_phases, "--save", str(folder), "--save-steps", "3", "4"])
-    return folder
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    main([*three_phases, "--save", str(directory), "--save-steps", "3", "4"])
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def named_sets(three_phases, small_corpus, tmp_path_factory):
 
     One is a corpus that is trained on.
     """
-    folder = tmp_path_factory.mktemp("third")
-    other = make_corpus(folder / "c", small_corpus.tokenizer, 40, seed=2)
+    directory = tmp_path_factory.mktemp("third")
+    other = make_corpus(directory / "c", small_corpus.tokenizer, 40, seed=2)
     sets = [f"own={small_corpus.prefix}", f"other={other}"]
     return [
         *three_phases,
@@ -64,9 +64,9 @@ def named_sets(three_phases, small_corpus, tmp_path_factory):
 @pytest.fixture(scope="module")
 def named_run(named_sets, tmp_path_factory):
     """The nine steps, validated on named sets."""
-    folder = tmp_path_factory.mktemp("named") / "run"
-    main([*named_sets, "--save", str(folder), "--tensorboard-dir", str(folder / "board")])
-    return folder
+    directory = tmp_path_factory.mktemp("named") / "run"
+    main([*named_sets, "--save", str(directory), "--tensorboard-dir", str(directory / "board")])
+    return directory
 
 
 def test_each_phase_reads_its_own_packs(whole_run):

@@ -47,9 +47,9 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def kept_run(small_corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kept") / "run"
-    main([*small_corpus.flags, *RUN, "--save", str(folder)])
-    return folder
+    directory = tmp_path_factory.mktemp("kept") / "run"
+    main([*small_corpus.flags, *RUN, "--save", str(directory)])
+    return directory
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -16,9 +16,11 @@ from megaenc.training.command import main
 from megaenc.training.run_dir import RunDir
 
 
-def contents(folder: Path) -> dict[str, bytes | None]:
+def contents(directory: Path) -> dict[str, bytes | None]:
     """Return everything below a directory: the content of files, None for directories."""
-    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    return {
+        str(path): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")
+    }
 
 
 @pytest.fixture
@@ -64,11 +66,11 @@ def test_rows_that_no_run_writes(refused, copy):
     assert "metrics.jsonl: line 4: found" in refused("--save", copy)
 
 
-def from_another(run: Path, folder: Path) -> list[list]:
+def from_another(run: Path, directory: Path) -> list[list]:
     """Return the flags of a branch and of a start from weights."""
     return [
-        ["--branch-from", run, "--branch-at", "8", "--save", folder / "b"],
-        ["--init-from", run, "--save", folder / "i"],
+        ["--branch-from", run, "--branch-at", "8", "--save", directory / "b"],
+        ["--init-from", run, "--save", directory / "i"],
     ]
 
 
@@ -139,8 +141,8 @@ def test_a_disk_that_is_full_at_any_moment_of_the_start(short_run, small_disk):
         with open(filler, "wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, size - free)
         try:
-            with RunDir(run, plan) as folder:
-                folder.begin(plan, {}, step=-1)
+            with RunDir(run, plan) as directory:
+                directory.begin(plan, {}, step=-1)
         except InputError as error:
             assert "No space left on device" in str(error) and "\n" not in str(error)
             complaints.add(str(error).partition(":")[0].rpartition("/")[2])

@@ -35,14 +35,14 @@ LONGER = [
 ]
 
 
-def flags(small_corpus, folder, *more):
+def flags(small_corpus, directory, *more):
     """Flags of twenty float32 steps with a checkpoint each five."""
     return [
         *small_corpus.flags,
         *runs.SHORT_RUN,
         "--no-bf16",
         "--save",
-        str(folder),
+        str(directory),
         "--save-interval",
         "5",
         *more,
@@ -52,9 +52,9 @@ def flags(small_corpus, folder, *more):
 @pytest.fixture(scope="module")
 def undisturbed(small_corpus, tmp_path_factory):
     """A run of two processes without a fault."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    runs.script(runs.PRETRAIN, flags(small_corpus, folder), processes=2)
-    return FaultRun(folder)
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    runs.script(runs.PRETRAIN, flags(small_corpus, directory), processes=2)
+    return FaultRun(directory)
 
 
 @pytest.mark.slow
@@ -62,31 +62,31 @@ def undisturbed(small_corpus, tmp_path_factory):
 def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(
     small_corpus, undisturbed, tmp_path
 ):
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     result = runs.run(
-        [*STANDALONE, FAULTY, f"die:1:12:{tmp_path / 'struck'}", *flags(small_corpus, folder)]
+        [*STANDALONE, FAULTY, f"die:1:12:{tmp_path / 'struck'}", *flags(small_corpus, directory)]
     )
     assert (tmp_path / "struck").exists()
     assert "from new weights" in result.stdout
     assert "resuming after step 10" in result.stdout
-    assert differences(FaultRun(folder), undisturbed, 20) == []
+    assert differences(FaultRun(directory), undisturbed, 20) == []
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_run_that_was_to_stop_is_not_begun_again_by_its_launcher(small_corpus, tmp_path):
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     command = [
         *STANDALONE,
         str(runs.PRETRAIN),
-        *flags(small_corpus, folder, *ENDLESS, "--exit-duration-in-mins", "0.01"),
+        *flags(small_corpus, directory, *ENDLESS, "--exit-duration-in-mins", "0.01"),
     ]
     result = runs.run(command, expect=1)
     assert result.stdout.count("stopped by --exit-duration-in-mins") == 1
     assert "going on after" not in result.stdout
     assert result.stderr.count("failed (exitcode: 75)") == 2  # the run, and one that leaves at once
-    step = runs.metrics(folder)[-1]["step"]
-    assert [row["step"] for row in runs.metrics(folder)] == list(range(1, step + 1))
+    step = runs.metrics(directory)[-1]["step"]
+    assert [row["step"] for row in runs.metrics(directory)] == list(range(1, step + 1))
 
 
 @pytest.mark.multiprocess
@@ -116,8 +116,8 @@ class Nodes:
     `store_outside`: a process of its own holds the rendezvous, instead of the first agent.
     """
 
-    def __init__(self, folder, run_flags, count="2", store_outside=False):
-        self.folder = folder
+    def __init__(self, directory, run_flags, count="2", store_outside=False):
+        self.directory = directory
         self.flags = run_flags
         self.agents = {}
         with socket.socket() as free:
@@ -153,7 +153,7 @@ class Nodes:
     def _start(self, name, command):
         """Start an agent whose output goes to a file of its name."""
         command = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *command]  # see docs/faults.md
-        self.agents[name] = start(command, str(self.folder), self.folder.with_name(name))
+        self.agents[name] = start(command, str(self.directory), self.directory.with_name(name))
         self.wait_for(self._listens)  # the first to come holds the rendezvous
 
     def _listens(self):
@@ -162,7 +162,7 @@ class Nodes:
 
     def start(self, name, fault=""):
         script = (
-            [FAULTY, f"{fault}:{self.folder.with_name('struck')}"]
+            [FAULTY, f"{fault}:{self.directory.with_name('struck')}"]
             if fault
             else [str(runs.PRETRAIN)]
         )
@@ -181,7 +181,7 @@ class Nodes:
 
     def said(self):
         """Return the output of all agents and workers."""
-        return "".join(self.folder.with_name(name).read_text() for name in self.agents)
+        return "".join(self.directory.with_name(name).read_text() for name in self.agents)
 
     def __enter__(self):
         return self
@@ -198,9 +198,9 @@ class Nodes:
 @pytest.mark.parametrize("lost", ["second", "first, which holds the rendezvous"])
 def test_a_node_that_is_lost_is_started_again(lost, small_corpus, undisturbed, tmp_path):
     """The other one waits for it, or is started again too if it loses the rendezvous."""
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     fault = "lose_launcher:any:12"
-    with Nodes(folder, flags(small_corpus, folder)) as nodes:
+    with Nodes(directory, flags(small_corpus, directory)) as nodes:
         nodes.start("first", "" if lost == "second" else fault)
         nodes.start("second", fault if lost == "second" else "")
         if lost == "second":
@@ -209,24 +209,26 @@ def test_a_node_that_is_lost_is_started_again(lost, small_corpus, undisturbed, t
         else:
             assert nodes.end("first") == -signal.SIGKILL
             assert nodes.end("second") == 1
-            assert not wait_until_gone(str(folder), 10)
+            assert not wait_until_gone(str(directory), 10)
             nodes.start("first again")
             again = ["first again", "second again"]
         nodes.start("second again")
         assert [nodes.end(name) for name in again] == [0, 0], nodes.said()
         assert "resuming after step 10" in nodes.said()
-    assert differences(FaultRun(folder), undisturbed, 20) == []
-    assert not wait_until_gone(str(folder), 10)
+    assert differences(FaultRun(directory), undisturbed, 20) == []
+    assert not wait_until_gone(str(directory), 10)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_lost_node_and_lets_it_join(small_corpus, tmp_path):
     """This holds for the first node too if the rendezvous is elsewhere."""
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     reference = tmp_path / "undisturbed"
     runs.script(runs.PRETRAIN, flags(small_corpus, reference, *LONGER), processes=2)
-    with Nodes(folder, flags(small_corpus, folder, *LONGER), "1:2", store_outside=True) as nodes:
+    with Nodes(
+        directory, flags(small_corpus, directory, *LONGER), "1:2", store_outside=True
+    ) as nodes:
         nodes.start("first", "lose_launcher:any:12")
         nodes.start("second", "dawdle:any:12")
         assert nodes.end("first") == -signal.SIGKILL
@@ -234,18 +236,18 @@ def test_a_run_goes_on_without_a_lost_node_and_lets_it_join(small_corpus, tmp_pa
         nodes.start("again")
         assert [nodes.end("second"), nodes.end("again")] == [0, 0], nodes.said()
         assert "stopped by SIGTERM" in nodes.said()
-    runs.assert_same_curve(folder, reference, tolerance=1e-6)
+    runs.assert_same_curve(directory, reference, tolerance=1e-6)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_stop_of_one_node_is_no_join(small_corpus, tmp_path):
-    folder = tmp_path / "run"
-    with Nodes(folder, flags(small_corpus, folder, *ENDLESS), "1:2") as nodes:
+    directory = tmp_path / "run"
+    with Nodes(directory, flags(small_corpus, directory, *ENDLESS), "1:2") as nodes:
         nodes.start("first")
         nodes.start("second")
         nodes.wait_for(
-            lambda: (folder / "metrics.jsonl").exists() and len(runs.metrics(folder)) > 3
+            lambda: (directory / "metrics.jsonl").exists() and len(runs.metrics(directory)) > 3
         )
         nodes.agents["second"].terminate()
         assert 0 not in [nodes.end("first"), nodes.end("second")]

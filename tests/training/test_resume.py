@@ -13,21 +13,21 @@ from megaenc.training.command import main
 
 def test_what_a_kill_leaves_beyond_the_checkpoint_is_cut(short_run, saved_run, tmp_path):
     """Left are logged steps that were not saved, half a line and half-written files."""
-    folder = shutil.copytree(saved_run, tmp_path / "run")
+    directory = shutil.copytree(saved_run, tmp_path / "run")
     for name, row in (
         ("metrics", {"loss": 1.0}),
         ("validation", {"objectives": {}}),
         ("stragglers", {"ranks": []}),
     ):
-        with open(folder / f"{name}.jsonl", "a") as file:
+        with open(directory / f"{name}.jsonl", "a") as file:
             file.write(json.dumps({"step": 13} | row) + '\n{"step": 14, "lo')
-    (folder / ".run.json.4711-0123abcd.tmp").write_text("{")
-    (folder / ".tokenizer.4711-0123abcd.tmp").mkdir()
+    (directory / ".run.json.4711-0123abcd.tmp").write_text("{")
+    (directory / ".tokenizer.4711-0123abcd.tmp").mkdir()
     main(
         [
             *short_run,
             "--save",
-            str(folder),
+            str(directory),
             "--exit-interval",
             "13",
             "--log-straggler",
@@ -35,11 +35,11 @@ def test_what_a_kill_leaves_beyond_the_checkpoint_is_cut(short_run, saved_run, t
             "2",
         ]
     )
-    assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 14))
-    assert "grad_norm" in runs.metrics(folder)[12]
-    assert [row["step"] for row in runs.validations(folder)] == [0, 10]
-    assert (folder / "stragglers.jsonl").read_text() == ""
-    assert list(folder.glob("*.tmp")) == list(folder.glob(".*.tmp")) == []
+    assert [row["step"] for row in runs.metrics(directory)] == list(range(1, 14))
+    assert "grad_norm" in runs.metrics(directory)[12]
+    assert [row["step"] for row in runs.validations(directory)] == [0, 10]
+    assert (directory / "stragglers.jsonl").read_text() == ""
+    assert list(directory.glob("*.tmp")) == list(directory.glob(".*.tmp")) == []
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,15 @@ from megaenc.training.run_lock import RunLock
 
 def opened(path) -> RunDir:
     """A run directory with nothing but rows, which can be read and written."""
-    folder = object.__new__(RunDir)
-    folder.path = path
-    folder.lock = RunLock(path)
-    return folder
+    directory = object.__new__(RunDir)
+    directory.path = path
+    directory.lock = RunLock(path)
+    return directory
 
 
 def test_a_full_disk_is_told_to_the_other_ranks(tmp_path, monkeypatch):
     """Only rank 0 fails in `sync`, so a LocalInputError must end the other ranks too."""
-    folder = opened(tmp_path)
+    directory = opened(tmp_path)
     (tmp_path / METRICS_FILE).write_text(
         "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3))
     )
@@ -34,11 +34,11 @@ def test_a_full_disk_is_told_to_the_other_ranks(tmp_path, monkeypatch):
 
     monkeypatch.setattr("megaenc.atomic_io.os.fsync", full)
     with pytest.raises(LocalInputError, match="cannot be written to: No space left on device"):
-        folder.sync()
+        directory.sync()
     with pytest.raises(InputError, match="cannot be written to: No space left on device"):
-        folder.drop_rows_after(2)
+        directory.drop_rows_after(2)
     monkeypatch.undo()
-    folder.drop_rows_after(2)
+    directory.drop_rows_after(2)
     assert [
         json.loads(row)["step"] for row in (tmp_path / METRICS_FILE).read_text().splitlines()
     ] == [1, 2]
@@ -48,19 +48,19 @@ def test_a_full_disk_is_told_to_the_other_ranks(tmp_path, monkeypatch):
     "odd", [b"\xff\xfe", b"[1]", b'{"step": true}', b"{}", b"[" * 100_000, b'{"step": 2', b"\0" * 9]
 )
 def test_an_odd_row_is_refused_but_at_the_end_where_a_kill_may_have_left_it(odd, tmp_path):
-    folder = opened(tmp_path)
+    directory = opened(tmp_path)
     file = tmp_path / METRICS_FILE
     within = b'{"step": 1}\n' + odd + b'\n{"step": 3}\n'
     file.write_bytes(within)
     with pytest.raises(
         InputError, match=r"metrics\.jsonl: line 2: found b'.*expected a JSON object with a `step`"
     ) as error:
-        folder.drop_rows_after(3)
+        directory.drop_rows_after(3)
     assert len(str(error.value)) < 500
     assert file.read_bytes() == within
     for content in (within, b'{"step": 1}\n' + odd):
         file.write_bytes(content)
-        folder.drop_rows_after(2)
+        directory.drop_rows_after(2)
         assert file.read_bytes() == b'{"step": 1}\n'
 
 
@@ -78,18 +78,18 @@ def test_numbers_that_json_lacks_are_null(tmp_path):
 
 
 def test_nothing_is_written_once_the_lock_is_another_file(tmp_path):
-    folder = opened(tmp_path)
-    folder.append_row(METRICS_FILE, {"step": 1})
+    directory = opened(tmp_path)
+    directory.append_row(METRICS_FILE, {"step": 1})
     (tmp_path / ".lock").unlink()
-    for write in (lambda: folder.append_row(METRICS_FILE, {"step": 2}), folder.sync):
+    for write in (lambda: directory.append_row(METRICS_FILE, {"step": 2}), directory.sync):
         with pytest.raises(LocalInputError, match=r"\.lock: found it removed or replaced"):
             write()
-    for write in (lambda: folder.drop_rows_after(0), lambda: folder.write_plan(None, {})):
+    for write in (lambda: directory.drop_rows_after(0), lambda: directory.write_plan(None, {})):
         with pytest.raises(InputError, match=r"\.lock: found it removed or replaced"):
             write()
     opened(tmp_path)
     with pytest.raises(LocalInputError, match=r"\.lock: found it removed or replaced"):
-        folder.append_row(METRICS_FILE, {"step": 2})
+        directory.append_row(METRICS_FILE, {"step": 2})
     assert (tmp_path / METRICS_FILE).read_text() == '{"step": 1}\n'
 
 

@@ -51,19 +51,23 @@ RUNS = {
 }
 
 
-def check(flags, interval, legs, processes, folder) -> None:
+def check(flags, interval, legs, processes, directory) -> None:
     """Start a run `legs` times until it is complete; compare it with an unstopped one."""
     stopping = [*flags, "--exit-interval", str(interval)]
-    legs = [Job(folder / "run", stopping, processes)] * legs
+    legs = [Job(directory / "run", stopping, processes)] * legs
     other = [*flags, "--no-use-distributed-optimizer", "--tensor-model-parallel-size", "1"]
-    goes_on = Job(folder / "other", other, 3 - processes, copy_of=folder / "run")
-    runs.in_turn([Job(folder / "whole", flags, processes), legs[0], goes_on, *legs[1:]], folder)
-    assert runs.curve(folder / "run") == runs.curve(folder / "whole")
-    assert runs.validations(folder / "run") == runs.validations(folder / "whole")
-    runs.assert_same_weights(
-        folder / "run", folder / "whole", runs.metrics(folder / "whole")[-1]["step"]
+    goes_on = Job(directory / "other", other, 3 - processes, copy_of=directory / "run")
+    runs.in_turn(
+        [Job(directory / "whole", flags, processes), legs[0], goes_on, *legs[1:]], directory
     )
-    runs.assert_same_curve(folder / "other", folder / "whole", 5e-3 if "--bf16" in flags else 1e-5)
+    assert runs.curve(directory / "run") == runs.curve(directory / "whole")
+    assert runs.validations(directory / "run") == runs.validations(directory / "whole")
+    runs.assert_same_weights(
+        directory / "run", directory / "whole", runs.metrics(directory / "whole")[-1]["step"]
+    )
+    runs.assert_same_curve(
+        directory / "other", directory / "whole", 5e-3 if "--bf16" in flags else 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -143,28 +143,28 @@ SLOW = {
 }  # fmt: skip
 
 
-def check(flags, layouts, folder, tolerance=1e-5) -> str:
+def check(flags, layouts, directory, tolerance=1e-5) -> str:
     """Run `flags` in one process and in each layout, compare, and return the output."""
-    jobs = [Job(folder / "one", flags)]
+    jobs = [Job(directory / "one", flags)]
     for name, (processes, more) in layouts.items():
-        jobs.append(Job(folder / name, [*flags, *more], processes))
-    printed = runs.in_turn(jobs, folder).stdout
+        jobs.append(Job(directory / name, [*flags, *more], processes))
+    printed = runs.in_turn(jobs, directory).stdout
     for name, (_, more) in layouts.items():
-        runs.assert_same_curve(folder / name, folder / "one", tolerance)
+        runs.assert_same_curve(directory / name, directory / "one", tolerance)
         if not ALL_ROWS.intersection(more):
             assert (
-                runs.metrics(folder / name)[-1]["flops"]
-                == runs.metrics(folder / "one")[-1]["flops"]
+                runs.metrics(directory / name)[-1]["flops"]
+                == runs.metrics(directory / "one")[-1]["flops"]
             ), name
-        assert last_scores(folder / name) == pytest.approx(
-            last_scores(folder / "one"), rel=tolerance
+        assert last_scores(directory / name) == pytest.approx(
+            last_scores(directory / "one"), rel=tolerance
         ), name
     return printed
 
 
-def last_scores(folder) -> dict[str, float]:
+def last_scores(directory) -> dict[str, float]:
     """Return the last validation's scores by text, objective and kind."""
-    row = runs.validations(folder)[-1]
+    row = runs.validations(directory)[-1]
     return flatten_row(row["objectives"], row["held_out"])
 
 

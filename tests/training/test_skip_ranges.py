@@ -83,7 +83,7 @@ def test_plan_counts_on_over_what_is_left_out(small_corpus):
 @pytest.fixture(scope="module")
 def without(small_corpus, tmp_path_factory):
     """All 12 steps with pack 37 of step 5 and packs 80 to 83 skipped from the start."""
-    folder = tmp_path_factory.mktemp("without") / "run"
+    directory = tmp_path_factory.mktemp("without") / "run"
     flags = [
         *small_corpus.flags,
         *RUN,
@@ -91,20 +91,20 @@ def without(small_corpus, tmp_path_factory):
         "37",
         "80-83",
         "--save",
-        str(folder),
+        str(directory),
         "--save-interval",
         "3",
     ]
     main(flags)
-    return folder
+    return directory
 
 
 def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(
     small_corpus, without, tmp_path, monkeypatch, capfd, refusal
 ):
     """Without the flag a resumed run keeps skipping the same packs."""
-    folder = tmp_path / "run"
-    flags = [*small_corpus.flags, *RUN, "--save", str(folder), "--save-interval", "3"]
+    directory = tmp_path / "run"
+    flags = [*small_corpus.flags, *RUN, "--save", str(directory), "--save-interval", "3"]
     spoil({37: "loss"}, monkeypatch.setattr)
     line = refusal(main, [*flags, "--max-skipped-updates", "0"])
     assert "step 5: loss is NaN or infinite, from pack 37 " in line
@@ -122,9 +122,9 @@ def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(
     assert "resuming after step 6" in output
     assert "; 5 packs left out: 37 80-83" in output
     main(flags)
-    assert runs.curve(folder) == runs.curve(without)
-    runs.assert_same_weights(folder, without, 12)
-    assert json.loads((folder / "run.json").read_text())["skip_packs"] == ["37", "80-83"]
+    assert runs.curve(directory) == runs.curve(without)
+    runs.assert_same_weights(directory, without, 12)
+    assert json.loads((directory / "run.json").read_text())["skip_packs"] == ["37", "80-83"]
 
 
 def test_a_branch_leaves_out_what_its_parent_does(small_corpus, without, tmp_path, refusal):

@@ -23,29 +23,29 @@ RUN = [
 ]
 
 
-def state_after(folder, step):
+def state_after(directory, step):
     """Return a checkpoint's state by file, and the optimizer's number of updates."""
-    checkpoint = folder / "checkpoints" / f"iter_{step:07d}"
+    checkpoint = directory / "checkpoints" / f"iter_{step:07d}"
     shards = {file.name: file.read_bytes() for file in checkpoint.glob("*.distcp")}
     return shards, json.loads((checkpoint / "index.json").read_text())["optimizer_step"]
 
 
-def assert_step_5_was_left_out(folder) -> None:
-    before, updates_before = state_after(folder, 4)
-    after, updates_after = state_after(folder, 5)
-    later, updates_later = state_after(folder, 6)
+def assert_step_5_was_left_out(directory) -> None:
+    before, updates_before = state_after(directory, 4)
+    after, updates_after = state_after(directory, 5)
+    later, updates_later = state_after(directory, 6)
     assert (updates_before, updates_after, updates_later) == (4, 4, 5)
     assert before == after
     assert all(later[name] != content for name, content in before.items())
-    rows = runs.metrics(folder)
+    rows = runs.metrics(directory)
     assert [row["skipped_updates"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert None in (rows[4]["loss"], rows[4]["grad_norm"])
     assert rows[4]["tokens"] == 5 * rows[0]["tokens"]
     assert all(row["loss"] and row["grad_norm"] for row in rows[:4] + rows[5:])
 
 
-def run_with(packs, flags, folder, processes, **how) -> subprocess.CompletedProcess:
-    arguments = [json.dumps(packs), *flags, "--save", str(folder)]
+def run_with(packs, flags, directory, processes, **how) -> subprocess.CompletedProcess:
+    arguments = [json.dumps(packs), *flags, "--save", str(directory)]
     return runs.script(runs.WORKERS / "bad_packs.py", arguments, processes=processes, **how)
 
 

@@ -18,12 +18,12 @@ from megaenc.training.timers import StepTimers, memory_usage
 @pytest.fixture(scope="module")
 def timed_run(short_run, tmp_path_factory):
     """Two stages, the second of which makes its data slowly; resumed after step 4."""
-    folder = tmp_path_factory.mktemp("timed") / "run"
-    flags = [*short_run, "--save", str(folder), "--save-interval", "3"]
+    directory = tmp_path_factory.mktemp("timed") / "run"
+    flags = [*short_run, "--save", str(directory), "--save-interval", "3"]
     flags += ["--pipeline-model-parallel-size", "2", "--eval-interval", "3", "--exit-interval", "4"]
     for _ in range(2):
         runs.script(runs.WORKERS / "slow_rank.py", ["1:0.02", *flags], processes=2)
-    return runs.metrics(folder)
+    return runs.metrics(directory)
 
 
 @pytest.mark.multiprocess

@@ -18,7 +18,7 @@ from megaenc.training.run_dir import RunDir
 IN_USE = "another process is training in this directory; wait for it or choose another"
 
 
-def test_one_of_those_that_come_at_once_has_the_folder(short_run, tmp_path):
+def test_one_of_those_that_come_at_once_has_the_directory(short_run, tmp_path):
     """Four commands race twenty times, for new directories and for existing runs.
 
     The one that gets it keeps it until all have tried.
@@ -26,10 +26,10 @@ def test_one_of_those_that_come_at_once_has_the_folder(short_run, tmp_path):
     plan = plan_of(*short_run, "--save", tmp_path)
     together = threading.Barrier(4)
 
-    def enter(folder):
+    def enter(directory):
         together.wait()
         try:
-            return RunDir(folder, plan)
+            return RunDir(directory, plan)
         except InputError as error:
             return str(error)
 
@@ -41,7 +41,7 @@ def test_one_of_those_that_come_at_once_has_the_folder(short_run, tmp_path):
         winner.lock.release()
 
 
-def test_a_command_on_a_folder_in_use_is_one_line(short_run, tmp_path, refusal):
+def test_a_command_on_a_directory_in_use_is_one_line(short_run, tmp_path, refusal):
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         line = refusal(main, [*short_run, "--save", tmp_path])

@@ -1,7 +1,7 @@
 """A made-up run for pictures and summaries."""
 
 import pytest
-from run_folders import write_run
+from run_directories import write_run
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from run_folders import write_rows, write_run
+from run_directories import write_rows, write_run
 from validation_rows import rewrite
 
 from megaenc.viz import plot, run_metrics
@@ -79,7 +79,7 @@ def test_five_objectives_are_two_rows_without_an_empty_frame(runs):
     assert [panel.get_visible() for panel in picture.axes] == [True] * 5 + [False]
 
 
-def test_names_are_those_of_the_folders_and_as_much_before_as_it_takes(tmp_path, refusal):
+def test_names_are_those_of_the_directories_and_as_much_before_as_it_takes(tmp_path, refusal):
     assert list(plot.name_runs(["runs/a", "runs/b/"])) == ["a", "b"]
     assert list(plot.name_runs(["x/run", "y/run", "y/other"])) == ["x/run", "y/run", "y/other"]
     assert "b/../a: given twice" in refusal(

@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from run_folders import write_rows, write_run
+from run_directories import write_rows, write_run
 from validation_rows import rewrite
 
 from megaenc.study.results.pretrain_runs import read_runs
@@ -50,8 +50,8 @@ DAMAGED = [
 @pytest.fixture
 def run(tmp_path):
     """Return a run that is a branch."""
-    folder = write_run(tmp_path / "runs" / "run")
-    facts = json.loads((folder / FACTS).read_text())
+    directory = write_run(tmp_path / "runs" / "run")
+    facts = json.loads((directory / FACTS).read_text())
     start = {
         "kind": "branch",
         "run": "a",
@@ -60,8 +60,8 @@ def run(tmp_path):
         "predicted_tokens": 5,
         "flops": 1.0,
     }
-    (folder / FACTS).write_text(json.dumps(facts | {"start": start}))
-    return folder
+    (directory / FACTS).write_text(json.dumps(facts | {"start": start}))
+    return directory
 
 
 def show(run, capsys) -> str:

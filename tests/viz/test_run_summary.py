@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import runs
-from run_folders import write_rows, write_run
+from run_directories import write_rows, write_run
 from validation_rows import rewrite
 
 from megaenc.viz import plot, run_summary

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from run_folders import write_rows
+from run_directories import write_rows
 
 from megaenc.viz.run_metrics import read_validations
 

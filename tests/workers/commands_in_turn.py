@@ -1,9 +1,9 @@
 """Command lines run in turn, each in a fork: `commands_in_turn.py JOBS RESULTS`.
 
-JOBS is JSON of `folder`, `seconds` and `commands`, lists of words. Each command runs in `folder` as
-if typed there; its changes in `folder` are listed and undone, except those of the first `keep`
-commands. RESULTS gets a line of JSON for each command: its exit code, or null if it took too long;
-standard error; the changes; the seconds that it took.
+JOBS is JSON of `directory`, `seconds` and `commands`, lists of words. Each command runs in
+`directory` as if typed there; its changes in `directory` are listed and undone, except those of the
+first `keep` commands. RESULTS gets a line of JSON for each command: its exit code, or null if it
+took too long; standard error; the changes; the seconds that it took.
 """
 
 import contextlib
@@ -54,29 +54,29 @@ def prepare() -> None:
     gc.freeze()
 
 
-def listing(folder: Path) -> dict[str, tuple]:
-    """Return kind, size and modification time of everything in `folder` by path."""
+def listing(directory: Path) -> dict[str, tuple]:
+    """Return kind, size and modification time of everything in `directory` by path."""
     found = {}
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(directory.rglob("*")):
         status = path.lstat()
         if stat.S_ISREG(status.st_mode):
-            found[str(path.relative_to(folder))] = (
+            found[str(path.relative_to(directory))] = (
                 status.st_mode,
                 status.st_size,
                 status.st_mtime_ns,
             )
         else:
-            found[str(path.relative_to(folder))] = (status.st_mode,)
+            found[str(path.relative_to(directory))] = (status.st_mode,)
     return found
 
 
-def run(words: list[str], folder: Path, seconds: float) -> tuple[int | None, str]:
+def run(words: list[str], directory: Path, seconds: float) -> tuple[int | None, str]:
     """Run a command; return its exit code and standard error, None after `seconds`."""
     with tempfile.TemporaryFile() as err:
         server = os.getpid()
         child = os.fork()
         if not child:
-            become(words, folder, err.fileno(), server)
+            become(words, directory, err.fileno(), server)
         deadline = time.monotonic() + seconds
         code = None
         while time.monotonic() < deadline:
@@ -92,7 +92,7 @@ def run(words: list[str], folder: Path, seconds: float) -> tuple[int | None, str
         return code, err.read().decode(errors="replace")
 
 
-def become(words: list[str], folder: Path, err: int, server: int) -> None:
+def become(words: list[str], directory: Path, err: int, server: int) -> None:
     """Make this fork the command, and end it with the command's exit code."""
     code = 1
     try:
@@ -101,7 +101,7 @@ def become(words: list[str], folder: Path, err: int, server: int) -> None:
         os.dup2(os.open(os.devnull, os.O_RDWR), 0)
         os.dup2(0, 1)
         os.dup2(err, 2)
-        os.chdir(folder)
+        os.chdir(directory)
         sys.argv[:] = words
         if words[0] == "megaenc":
             cli.main(words[1:])
@@ -122,10 +122,10 @@ def same(path: Path, pristine: Path) -> bool:
     return path.is_file() and pristine.is_file() and path.read_bytes() == pristine.read_bytes()
 
 
-def undo(changes: list[str], folder: Path, pristine: Path) -> None:
-    """Restore the paths named in `changes` of `folder` from `pristine`."""
+def undo(changes: list[str], directory: Path, pristine: Path) -> None:
+    """Restore the paths named in `changes` of `directory` from `pristine`."""
     for name in changes:
-        path = folder / name
+        path = directory / name
         source = pristine / name
         if path.is_dir() and not path.is_symlink():
             if not source.is_dir():
@@ -141,7 +141,7 @@ def undo(changes: list[str], folder: Path, pristine: Path) -> None:
 def main() -> None:
     """Run all of JOBS."""
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    folder = Path(jobs["folder"])
+    directory = Path(jobs["directory"])
     prepare()
     assert len(os.listdir("/proc/self/task")) == 1, (
         "a thread was started: it would be missing in a fork"
@@ -151,27 +151,27 @@ def main() -> None:
         for number, words in enumerate(jobs["commands"]):
             if number == jobs["keep"]:
                 shutil.copytree(
-                    folder,
+                    directory,
                     pristine,
                     symlinks=True,
                     ignore=lambda path, names: [n for n in names if n == "fifo"],
                 )
-                before = listing(folder)
+                before = listing(directory)
             start = time.monotonic()
-            code, err = run(words, folder, jobs["seconds"])
+            code, err = run(words, directory, jobs["seconds"])
             seconds = round(time.monotonic() - start, 2)
             changes = []
             if number >= jobs["keep"]:
-                after = listing(folder)
+                after = listing(directory)
                 touched = sorted(
                     name
                     for name in before.keys() | after.keys()
                     if before.get(name) != after.get(name)
                 )
-                changes = [name for name in touched if not same(folder / name, pristine / name)]
+                changes = [name for name in touched if not same(directory / name, pristine / name)]
                 if touched:
-                    undo(touched, folder, pristine)
-                    before = listing(folder)
+                    undo(touched, directory, pristine)
+                    before = listing(directory)
             stream.write(
                 json.dumps({"code": code, "stderr": err, "changes": changes, "seconds": seconds})
                 + "\n"

@@ -1,7 +1,8 @@
-"""Messages of one rank in one step: `communication.py STEP FOLDER FLAGS...`.
+"""Messages of one rank in one step: `communication.py STEP DIRECTORY FLAGS...`.
 
 Every collective and message from the beginning of STEP to that of the next one is written to
-FOLDER/rank_N.json, with its kind, its group and its bytes, unless the rank is alone in the group.
+DIRECTORY/rank_N.json, with its kind, its group and its bytes, unless the rank is alone in the
+group.
 """
 
 import json
@@ -40,7 +41,7 @@ def name_of(wanted):
     return found
 
 
-def main(step: int, folder: Path, flags: list[str]) -> None:
+def main(step: int, directory: Path, flags: list[str]) -> None:
     prepare_megatron()
     from megaenc.backend import ParallelConfig
     from megaenc.training import trainer
@@ -62,7 +63,7 @@ def main(step: int, folder: Path, flags: list[str]) -> None:
         elif number == step + 1:
             recorder.__exit__(None, None, None)
             record = {"calls": calls, "predicted": predicted[-1]}
-            (folder / f"rank_{get_rank()}.json").write_text(json.dumps(record))
+            (directory / f"rank_{get_rank()}.json").write_text(json.dumps(record))
         report = train_step(self, number)
         predicted.append(report.result.metrics.predicted)
         return report

@@ -28,8 +28,8 @@ CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
 PARTICULARS = re.compile(r"\.[0-9a-f]{32}|\.\d+-[0-9a-f]{8}|(?<=iter_)\d+")
 
 
-def kind_of(event: str, arguments: tuple, folder: str) -> str | None:
-    """Return the kind of an operation that changes files in `folder`, else None."""
+def kind_of(event: str, arguments: tuple, directory: str) -> str | None:
+    """Return the kind of an operation that changes files in `directory`, else None."""
     writes = (
         event == "open"
         and isinstance(arguments[2], int)
@@ -38,12 +38,12 @@ def kind_of(event: str, arguments: tuple, folder: str) -> str | None:
     if not writes and event not in CHANGES:
         return None
     path = arguments[0]
-    if not isinstance(path, (str, Path)) or not str(path).startswith(folder):
+    if not isinstance(path, (str, Path)) or not str(path).startswith(directory):
         return None
-    return f"{event} {PARTICULARS.sub('', str(path).removeprefix(folder))}"
+    return f"{event} {PARTICULARS.sub('', str(path).removeprefix(directory))}"
 
 
-def start(flags: list[str], folder: str, below: str, known: set[str], report: int) -> int:
+def start(flags: list[str], directory: str, below: str, known: set[str], report: int) -> int:
     """Run in a fork until an operation not in `known`; return the fork's exit code.
 
     The fork writes the operation's kind to `report` and is killed before it.
@@ -52,7 +52,7 @@ def start(flags: list[str], folder: str, below: str, known: set[str], report: in
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def watch(event: str, arguments: tuple) -> None:
-        kind = kind_of(event, arguments, folder)
+        kind = kind_of(event, arguments, directory)
         if kind and kind not in known and kind.partition(" ")[2].startswith(below):
             os.write(report, kind.encode())
             os.kill(os.getpid(), signal.SIGKILL)
@@ -71,12 +71,12 @@ def run(below: str, flags: list[str]) -> None:
     """Start the run until it completes."""
     import_all()
     detect_backend().peak_flops(torch.float32)  # measured once, for all starts
-    folder = flags[flags.index("--save") + 1]
+    directory = flags[flags.index("--save") + 1]
     known = set()
-    with open(f"{folder}.kills", "w", encoding="utf-8") as kills:
+    with open(f"{directory}.kills", "w", encoding="utf-8") as kills:
         while True:
             told, report = os.pipe()
-            code = start(flags, folder, below, known, report)
+            code = start(flags, directory, below, known, report)
             os.close(report)
             kind = os.read(told, 4096).decode()
             os.close(told)
@@ -85,7 +85,7 @@ def run(below: str, flags: list[str]) -> None:
             if code != -signal.SIGKILL:
                 sys.exit(f"a start that was to be killed ended with {code}, after {sorted(known)}")
             known.add(kind)
-            kills.write(json.dumps([kind, damaged_checkpoints(FaultRun(Path(folder)))]) + "\n")
+            kills.write(json.dumps([kind, damaged_checkpoints(FaultRun(Path(directory)))]) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def held_chunks(tensor):
     return values, list(dataclasses.replace(tensor, values=values, own=own).chunks())
 
 
-def main(folders: list[str], step: int, flags: list[str]) -> None:
+def main(directories: list[str], step: int, flags: list[str]) -> None:
     from megaenc import backend
     from megaenc.dist_env import get_rank
     from megaenc.training.config import parse_config
@@ -41,9 +41,9 @@ def main(folders: list[str], step: int, flags: list[str]) -> None:
         read_into(stream, view)
 
     chunk_files._read_into = count_and_read
-    for folder in folders:
+    for directory in directories:
         engine = Engine(plan, device, init_weights=False)
-        checkpoints = CheckpointLoader(Path(folder) / "checkpoints")
+        checkpoints = CheckpointLoader(Path(directory) / "checkpoints")
         for tensor in list_engine_state(engine):
             tensor.values.fill_(float("nan"))
         counts.clear()
@@ -56,10 +56,10 @@ def main(folders: list[str], step: int, flags: list[str]) -> None:
             expected, chunks = held_chunks(tensor)
             reader.read(chunks)
             name = tensor.prefix + tensor.shards[0].key
-            assert torch.equal(tensor.values, expected), f"{folder}: {name} on rank {get_rank()}"
+            assert torch.equal(tensor.values, expected), f"{directory}: {name} on rank {get_rank()}"
             compared += expected.numel()
         print(
-            f"{Path(folder).name}: rank {get_rank()} holds {compared} elements as saved, "
+            f"{Path(directory).name}: rank {get_rank()} holds {compared} elements as saved, "
             f"has read {read} bytes",
             flush=True,
         )

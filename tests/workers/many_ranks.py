@@ -161,22 +161,24 @@ def pretend_to_save(ledger: Ledger) -> None:
         engines[:] = [engine]
         return list_state(engine)
 
-    def write_and_count(folder, rank, chunks):
-        folder.mkdir(exist_ok=True)
-        write(folder, rank, chunks)
-        ledger.add("chunk bytes", sum(file.stat().st_size for file in folder.glob(f"__{rank}_0.*")))
+    def write_and_count(directory, rank, chunks):
+        directory.mkdir(exist_ok=True)
+        write(directory, rank, chunks)
+        ledger.add(
+            "chunk bytes", sum(file.stat().st_size for file in directory.glob(f"__{rank}_0.*"))
+        )
         if get_rank():
-            shutil.rmtree(folder)
+            shutil.rmtree(directory)
 
-    def publish_all(folder, ranks, updates):
+    def publish_all(directory, ranks, updates):
         fsync = os.fsync
         os.fsync = lambda file: None
         with ledger.pause():
             for rank in range(1, ranks):
-                write(folder, rank, chunks_of(engines[0], rank))
+                write(directory, rank, chunks_of(engines[0], rank))
         os.fsync = fsync
-        digests = publish(folder, ranks, updates)
-        index = folder / "index.json"
+        digests = publish(directory, ranks, updates)
+        index = directory / "index.json"
         counts = ledger.counts[ledger.phase]
         counts["index bytes"] = index.stat().st_size
         counts["chunks"] = len(json.loads(index.read_text())["chunks"])
@@ -255,20 +257,20 @@ def follow(ledger: Ledger) -> None:
     os.stat = counted_stat
 
 
-def main(folder: Path, name: str, flags: list[str]) -> None:
-    ledger = Ledger(folder / "run")
+def main(directory: Path, name: str, flags: list[str]) -> None:
+    ledger = Ledger(directory / "run")
     prepare_megatron()
-    (folder / name).mkdir(parents=True, exist_ok=True)
-    pretend_to_have_groups(ledger, folder / name)
+    (directory / name).mkdir(parents=True, exist_ok=True)
+    pretend_to_have_groups(ledger, directory / name)
     pretend_to_save(ledger)
     follow(ledger)
     from megaenc.training import command
 
     sys.addaudithook(ledger.audit)
     with Recorder(ledger.record), contextlib.suppress(SystemExit):
-        command.main([*flags, "--save", str(folder / "run")], prog="many_ranks.py")
+        command.main([*flags, "--save", str(directory / "run")], prog="many_ranks.py")
     ledger.counts.pop("others", None)
-    (folder / f"{name}_{get_rank()}.json").write_text(json.dumps(ledger.counts))
+    (directory / f"{name}_{get_rank()}.json").write_text(json.dumps(ledger.counts))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def slow_down(updates: int, seconds: float) -> None:
 
     write = manager.write_chunks
 
-    def slow(folder, rank, chunks):
-        step = int(folder.name.split("_")[1].split(".")[0])
+    def slow(directory, rank, chunks):
+        step = int(directory.name.split("_")[1].split(".")[0])
         deadline = time.monotonic() + seconds
         while made < step + updates and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -44,7 +44,7 @@ def slow_down(updates: int, seconds: float) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if get_rank() == 0:
             print(f"shards of step {step} are written after update {made}", flush=True)
-        write(folder, rank, chunks)
+        write(directory, rank, chunks)
 
     manager.write_chunks = slow
 

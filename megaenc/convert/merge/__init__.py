@@ -1,1 +1,1 @@
-"""Merging of checkpoints: methods on tensors, and the run folder of the result."""
+"""Merging of checkpoints: methods on tensors, and the run directory of the result."""

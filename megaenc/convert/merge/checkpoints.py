@@ -1,6 +1,6 @@
-"""Merge of checkpoints of one or several runs to a run folder.
+"""Merge of checkpoints of one or several runs to a run directory.
 
-The folder has a checkpoint of step 0 without optimizer state.
+The directory has a checkpoint of step 0 without optimizer state.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class MergeSource:
     @property
     def name(self) -> str:
         """Return the checkpoint as it is given on the command line, such as `runs/a@1000`."""
-        return f"{self.run.folder}@{self.step}"
+        return f"{self.run.directory}@{self.step}"
 
     @property
     def history(self) -> tuple[Ancestor, ...]:
@@ -76,7 +76,7 @@ class MergeSource:
         if run.converted:
             return run.start.before
         own = Ancestor(
-            str(run.folder),
+            str(run.directory),
             self.step,
             settings.schedule_text,
             settings.tokens_after(self.step),
@@ -93,7 +93,7 @@ class MergeSource:
         """
         identity = identity_digest(self.run.identity)
         return MergedCheckpoint(
-            str(self.run.folder.resolve()), self.step, identity, json_digest(state), weight
+            str(self.run.directory.resolve()), self.step, identity, json_digest(state), weight
         )
 
 
@@ -107,7 +107,7 @@ def merge(
     density: float | None = None,
     dtype: str = "source",
 ) -> MergeRecord:
-    """Merge the checkpoints `load` and write the result as run folder `output`.
+    """Merge the checkpoints `load` and write the result as run directory `output`.
 
     Float32 master weights are merged if a checkpoint has them. A single process calls it, without a
     process group.
@@ -126,7 +126,7 @@ def merge(
 
     Raises:
         InputError: An option does not fit the method, the checkpoints do not fit each other or one
-            is damaged; no folder is left.
+            is damaged; no directory is left.
     """
     refuse_existing(output, "--output")
     sources = [source for text in load for source in _open_sources(text, "--load")]
@@ -138,7 +138,7 @@ def merge(
         _check_same_model(sources[0], source)
     furthest = max(sources, key=lambda source: source.step)  # the first of them
     run = furthest.run
-    tokenizer = load_tokenizer(run.folder / TOKENIZER_DIR, "--load")
+    tokenizer = load_tokenizer(run.directory / TOKENIZER_DIR, "--load")
     vocabulary = read_vocabulary(tokenizer)
     run.check_vocabulary(vocabulary)
     objective = last_objectives(run.schedule(vocabulary), furthest.step, run.settings.total_iters)[
@@ -162,7 +162,7 @@ def merge(
         from megaenc.training.checkpoint.manager import CheckpointManager
 
         loaders = [
-            CheckpointLoader(source.run.folder / "checkpoints") for source in (*sources, *bases)
+            CheckpointLoader(source.run.directory / "checkpoints") for source in (*sources, *bases)
         ]
         states = [
             verify_weights(loader, source.step, source.run.identity, f"{source.flag} RUN@STEP")
@@ -175,9 +175,9 @@ def merge(
         base_record = bases[0].record(states[-1]) if bases else None
         record = MergeRecord(method, tuple(records), base_record, density)
         create_parent_dir(output, "--output")
-        with atomic_dir(output) as folder:
+        with atomic_dir(output) as directory:
             _, identity = write_run_files(
-                folder,
+                directory,
                 output,
                 tokenizer,
                 model,
@@ -202,7 +202,7 @@ def merge(
                 _merge_weights(encoder, run, readers, record)
             for parameter in encoder.parameters():
                 parameter.data = parameter.data.to(result_dtype)
-            CheckpointManager(folder / "checkpoints").save_weights(encoder, identity)
+            CheckpointManager(directory / "checkpoints").save_weights(encoder, identity)
     finally:
         backend.destroy_distributed()
     return record
@@ -224,7 +224,7 @@ def _open_sources(text: str, flag: str) -> list[MergeSource]:
             f"such as {name}@1000,1200"
         )
     run = open_run_checkpoint(Path(name), flag)
-    checkpoints = CheckpointDir(run.folder / "checkpoints")
+    checkpoints = CheckpointDir(run.directory / "checkpoints")
     numbers = (
         [int(step) for step in steps.split(",")] if steps else [run.newest_step(checkpoints, flag)]
     )
@@ -301,7 +301,7 @@ def _check_same_model(first: MergeSource, other: MergeSource) -> None:
         for source in (first, other)
     ]
     if mismatch := describe_difference(
-        *fields, names=(f"in {first.run.folder}", f"in {other.run.folder}")
+        *fields, names=(f"in {first.run.directory}", f"in {other.run.directory}")
     ):
         raise InputError(
             f"{other.flag} {other.name}: {mismatch}; "

@@ -25,7 +25,7 @@ class MergedCheckpoint:
     """Checkpoint that was merged.
 
     Args:
-        run: Run folder.
+        run: Run directory.
         step: Step of the checkpoint.
         identity: Digest of the run's identity.
         sha256: Digest of the checkpoint's state.json.
@@ -41,7 +41,7 @@ class MergedCheckpoint:
 
     @property
     def label(self) -> str:
-        """Return folder name and step, such as `clm-42@1000`."""
+        """Return directory name and step, such as `clm-42@1000`."""
         return f"{Path(self.run).name}@{self.step}"
 
     def describe(self) -> str:

@@ -23,8 +23,8 @@ class TokenizerIdentity:
     """
 
     name: str
-    """Name on the Hub, or the last part of the folder's path; only the fingerprint identifies the
-    tokenizer."""
+    """Name on the Hub, or the last part of the directory's path; only the fingerprint identifies
+    the tokenizer."""
     fingerprint: str
     """See `Vocabulary.fingerprint`."""
     eos_id: int | None

@@ -36,8 +36,8 @@ class VerifyConfig:
     prefix: Annotated[tuple[str, ...], Positional, arg(metavar="PREFIX")]
     """Corpora: paths of their .bin, .idx and .json without the extension."""
     tokenizer: str = ""
-    """Tokenizer that made the corpora, a folder or Hub name. Without a .json, token ids are checked
-    only with this flag."""
+    """Tokenizer that made the corpora, a directory or Hub name. Without a .json, token ids are
+    checked only with this flag."""
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,11 @@ class Claim:
             self._path.unlink()
 
 
-class ClaimFolder:
-    """Claims in a shared folder, with a memory of when each was seen to change."""
+class ClaimDirectory:
+    """Claims in a shared directory, with a memory of when each was seen to change."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._last_changes: dict[Path, tuple[int, float]] = {}
 
     def acquire(self, name: str) -> Claim | None:
@@ -70,10 +70,10 @@ class ClaimFolder:
         machine counts as dead only if calls over DEAD_SECONDS see no renewal.
 
         Raises:
-            FileNotFoundError: The folder is gone.
-            OSError: The folder cannot be written to.
+            FileNotFoundError: The directory is gone.
+            OSError: The directory cannot be written to.
         """
-        path = self._folder / f"{name}.claim"
+        path = self._directory / f"{name}.claim"
         while True:
             try:
                 descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)

@@ -58,8 +58,8 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     if deduplication is not None:
         deduplication.describe()  # refuses a missing package before the tokenizer is loaded
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
-    report_stale_files(*output_files(prefixes), settings.work_folder)
-    refuse_outputs(prefixes, settings.work_folder if settings.uses_work_folder else None)
+    report_stale_files(*output_files(prefixes), settings.work_directory)
+    refuse_outputs(prefixes, settings.work_directory if settings.uses_work_directory else None)
     inputs = resolve.resolve_inputs(settings, settings.json_keys)
     for message in inputs.messages:
         print_rank_0(message)
@@ -70,12 +70,12 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     tokenizer = load_tokenizer(settings.tokenizer)
     vocabulary = read_vocabulary(tokenizer)
     special_tokens = _choose_special_tokens(settings, tokenizer)
-    folder = Path(settings.tokenizer)
+    directory = Path(settings.tokenizer)
     text_fingerprint = vocabulary.text_fingerprint
     if text_fingerprint == vocabulary.fingerprint:
         text_fingerprint = None
     identity = TokenizerIdentity(
-        name=folder.resolve().name if folder.is_dir() else settings.tokenizer,
+        name=directory.resolve().name if directory.is_dir() else settings.tokenizer,
         fingerprint=vocabulary.fingerprint,
         eos_id=vocabulary.eos_id,
         mask_id=vocabulary.mask_id,
@@ -96,12 +96,14 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
 def run_job(job: PreprocessJob) -> list[Path]:
     """Write the corpora of a job, print a summary of each and return their prefixes."""
     started = time.monotonic()
-    partition = job.settings.work_folder / "part"
+    partition = job.settings.work_directory / "part"
     with (
         create_parent_with_rollback(job.prefixes[0], "--output-prefix"),
         remove_new_parents_on_error(partition),
     ):
-        corpora = write_in_partitions(job) if job.settings.uses_work_folder else job.write_whole()
+        corpora = (
+            write_in_partitions(job) if job.settings.uses_work_directory else job.write_whole()
+        )
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, corpora, strict=True):
         print_rank_0(f"{prefix}: {_format_summary(corpus)}, in {seconds:.1f} s")

@@ -24,7 +24,7 @@ class PreprocessConfig(resolve.InputConfig):
     """Prefix of the output files, OUTPUT_PREFIX_KEY_document.bin, .idx and .json for each JSON
     key."""
     tokenizer: str
-    """Hugging Face fast tokenizer, a folder or a name on the Hub."""
+    """Hugging Face fast tokenizer, a directory or a name on the Hub."""
     json_keys: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--json-key",))] = ("text",)
     """Keys of the texts in each JSON object, or columns of a table. Each key gives a corpus of its
     own."""
@@ -70,7 +70,7 @@ class PreprocessConfig(resolve.InputConfig):
         return self.special_tokens or "none"
 
     @property
-    def uses_work_folder(self) -> bool:
+    def uses_work_directory(self) -> bool:
         """Return whether partitions are written and merged.
 
         Deduplication needs it too: duplicates are known only when all documents have been read.
@@ -78,8 +78,8 @@ class PreprocessConfig(resolve.InputConfig):
         return self.partitions > 1 or self.deduplicate is not None
 
     @property
-    def work_folder(self) -> Path:
-        """Return the path of the folder of the partitions."""
+    def work_directory(self) -> Path:
+        """Return the path of the directory of the partitions."""
         return Path(f"{self.output_prefix}_parts")
 
     def deduplication(self) -> Deduplication | None:

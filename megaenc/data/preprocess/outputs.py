@@ -15,7 +15,7 @@ from megaenc.json_files import read_json_or_empty
 from megaenc.output_paths import refuse_existing
 
 MERGE_RECORD = "merged"
-"""File of a work folder with the sha256, by file name, of the outputs that a merge renames."""
+"""File of a work directory with the sha256, by file name, of the outputs that a merge renames."""
 # In the order of renaming: a corpus without .idx cannot be opened.
 _SUFFIXES = (".bin", ".json", ".idx")
 
@@ -41,7 +41,7 @@ def output_prefixes(output_prefix: str, keys: Sequence[str]) -> list[Path]:
             )
     prefixes = [Path(f"{output_prefix}_{key}_document") for key in keys]
     longest = os.fsencode(longest_file_name(*output_files(prefixes)))
-    most = 255  # bytes, if the folder does not exist yet
+    most = 255  # bytes, if the directory does not exist yet
     with contextlib.suppress(OSError):
         most = os.pathconf(prefixes[0].parent, "PC_NAME_MAX")
     if len(longest) > most:
@@ -61,18 +61,18 @@ def output_files(prefixes: Sequence[Path]) -> list[Path]:
     return [Path(f"{prefix}{suffix}") for suffix in _SUFFIXES for prefix in prefixes]
 
 
-def refuse_outputs(prefixes: Sequence[Path], work_folder: Path | None = None) -> None:
+def refuse_outputs(prefixes: Sequence[Path], work_directory: Path | None = None) -> None:
     """Raise InputError if a .bin, .json or .idx of one of the corpora exists.
 
-    Files with the sha256 that the record of a merge in `work_folder` lists may be overwritten: an
-    interrupted merge wrote them.
+    Files with the sha256 that the record of a merge in `work_directory` lists may be overwritten:
+    an interrupted merge wrote them.
     """
     paths = output_files(prefixes)
     existing = [path for path in paths if os.path.lexists(path)]
     recorded: dict[str, str] = {}
-    if work_folder is not None and existing:
+    if work_directory is not None and existing:
         # A merge writes it before the first output appears.
-        recorded = read_json_or_empty(work_folder / MERGE_RECORD)
+        recorded = read_json_or_empty(work_directory / MERGE_RECORD)
         if not recorded and existing == paths:
             raise InputError(
                 f"--output-prefix {paths[-1]}: exists already; "

@@ -9,7 +9,7 @@ from megaenc.console import ProgressLine, print_rank_0
 from megaenc.data.indexed.metadata import CorpusMetadata, read_corpus_metadata
 from megaenc.data.preprocess.job import Counts, PreprocessJob
 from megaenc.data.preprocess.outputs import output_files, refuse_outputs
-from megaenc.data.preprocess.work_folder import WorkFolder
+from megaenc.data.preprocess.work_directory import WorkDirectory
 from megaenc.data.sources import resolve
 from megaenc.errors import InputError
 from megaenc.output_paths import report_stale_files
@@ -33,8 +33,8 @@ def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
             f"the input can be split into at most {count} partitions"
         )
     tokenizer = job.block_tokenizer
-    folder = WorkFolder(
-        job.settings.work_folder,
+    directory = WorkDirectory(
+        job.settings.work_directory,
         job.build_plan(),
         job.settings.json_keys,
         tokenizer.dtype,
@@ -42,41 +42,41 @@ def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
         tokenizer.deduplication,
     )
     while True:
-        folder.open()
+        directory.open()
         try:
-            refuse_outputs(job.prefixes, folder.path)
-            write_missing(job, folder, ranges)
-            return merge_partitions(job, folder)
+            refuse_outputs(job.prefixes, directory.path)
+            write_missing(job, directory, ranges)
+            return merge_partitions(job, directory)
         except BaseException as error:
-            if isinstance(error, InputError | OSError) and folder.is_gone():
+            if isinstance(error, InputError | OSError) and directory.is_gone():
                 if all(path.exists() for path in output_files(job.prefixes)):
-                    print_rank_0(f"{folder.path}: another process has merged the partitions")
+                    print_rank_0(f"{directory.path}: another process has merged the partitions")
                     return [read_corpus_metadata(prefix) for prefix in job.prefixes]
-                continue  # it stopped before the first partition, or somebody removed the folder
-            if done := folder.leave():
-                alternative = "" if done < count else ", or remove the folder"
+                continue  # it stopped before the first partition, or somebody removed the directory
+            if done := directory.leave():
+                alternative = "" if done < count else ", or remove the directory"
                 print_rank_0(
-                    f"{folder.path}: {done} of {count} partitions are done; "
+                    f"{directory.path}: {done} of {count} partitions are done; "
                     f"run the same command to resume{alternative}"
                 )
             raise
 
 
 def write_missing(
-    job: PreprocessJob, folder: WorkFolder, ranges: list[list[resolve.DocumentRange]]
+    job: PreprocessJob, directory: WorkDirectory, ranges: list[list[resolve.DocumentRange]]
 ) -> None:
     """Write missing partitions that no other process claims, until all are done.
 
     It also waits for those of other processes. `ranges` has the ranges of each partition.
 
     Raises:
-        FileNotFoundError: The folder is gone.
+        FileNotFoundError: The directory is gone.
     """
-    missing = folder.missing_partitions()
-    if len(missing) < folder.count:
+    missing = directory.missing_partitions()
+    if len(missing) < directory.count:
         print_rank_0(
-            f"{folder.path}: {folder.count - len(missing)} of {folder.count} partitions exist; "
-            "writing the others"
+            f"{directory.path}: {directory.count - len(missing)} of {directory.count} partitions "
+            "exist; writing the others"
         )
     if not missing:
         return
@@ -102,12 +102,12 @@ def write_missing(
         while left:
             before = len(left)
             for number in list(left):
-                claim = folder.acquire(number)
+                claim = directory.acquire(number)
                 if claim is None:
                     continue
                 with claim:
-                    if not folder.is_complete(number):  # another process may have written it
-                        with folder.new_partition(number) as partition:
+                    if not directory.is_complete(number):  # another process may have written it
+                        with directory.new_partition(number) as partition:
                             partition.counts = job.tokenize_ranges(
                                 tokenize,
                                 partition.writers,
@@ -122,31 +122,31 @@ def write_missing(
                 time.sleep(POLL_SECONDS)
 
 
-def merge_partitions(job: PreprocessJob, folder: WorkFolder) -> list[CorpusMetadata]:
-    """Merge all partitions in `folder`, remove it and return the corpora's metadata.
+def merge_partitions(job: PreprocessJob, directory: WorkDirectory) -> list[CorpusMetadata]:
+    """Merge all partitions in `directory`, remove it and return all metadata.
 
     If another process merges, wait for it.
 
     Raises:
-        FileNotFoundError: Another process has merged and removed `folder`.
+        FileNotFoundError: Another process has merged and removed `directory`.
         InputError: A partition is missing or has changed, outputs exist that are not of this merge,
             or a file cannot be written.
     """
 
     def check(hashes: dict[str, str]) -> None:
-        if folder.is_gone():
-            raise FileNotFoundError(folder.path)
-        folder.record_merge(hashes)
+        if directory.is_gone():
+            raise FileNotFoundError(directory.path)
+        directory.record_merge(hashes)
         # Outputs with these hashes are of a merge that was interrupted, or overtaken in a pause.
-        refuse_outputs(job.prefixes, folder.path)
+        refuse_outputs(job.prefixes, directory.path)
 
     with ProgressLine("waiting for another process to merge", None, closing=False) as line:
-        while (claim := folder.acquire(None)) is None:
+        while (claim := directory.acquire(None)) is None:
             line.update(0)
             time.sleep(POLL_SECONDS)
     with claim:
         with job.open_outputs(check) as outputs:
-            outputs.counts, outputs.removed = folder.merge(outputs.writers)
-        folder.remove()
+            outputs.counts, outputs.removed = directory.merge(outputs.writers)
+        directory.remove()
     report_stale_files(*output_files(job.prefixes))  # of a process that died while it merged
     return outputs.metadata

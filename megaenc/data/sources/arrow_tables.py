@@ -187,7 +187,7 @@ class SavedDatasetFile(TextSource):
 
 
 def find_saved_dataset_files(
-    folder: str, split: str, keys: Sequence[str]
+    directory: str, split: str, keys: Sequence[str]
 ) -> list[SavedDatasetFile]:
     """Return a source per Arrow file of a data set that `save_to_disk` wrote.
 
@@ -201,20 +201,23 @@ def find_saved_dataset_files(
     import datasets
 
     try:
-        data = datasets.load_from_disk(folder)
+        data = datasets.load_from_disk(directory)
     except Exception as error:  # of any kind
         raise InputError(
-            f"{folder}: cannot be read as a saved data set ({first_error_line(error)})"
+            f"{directory}: cannot be read as a saved data set ({first_error_line(error)})"
         ) from None
     if isinstance(data, datasets.DatasetDict):
         if split not in data:
             raise InputError(
-                f"{folder}: no split `{split}` (--dataset-split); found {format_names(list(data))}"
+                f"{directory}: no split `{split}` (--dataset-split); found "
+                f"{format_names(list(data))}"
             )
         data = data[split]
     elif split != "train":
-        raise InputError(f"{folder}: has no splits, expected one named `{split}` (--dataset-split)")
-    check_text_columns(folder, data.features.arrow_schema, keys)
+        raise InputError(
+            f"{directory}: has no splits, expected one named `{split}` (--dataset-split)"
+        )
+    check_text_columns(directory, data.features.arrow_schema, keys)
     return [SavedDatasetFile(file["filename"], keys) for file in data.cache_files]
 
 
@@ -244,13 +247,13 @@ class HubDataset(TextSource):
         self._keys = keys
         self.file_stats = []
         # Printed first: without a network this may take half a minute.
-        print_rank_0(f"{name}: no such file or folder; looking on the Hugging Face Hub")
+        print_rank_0(f"{name}: no such file or directory; looking on the Hugging Face Hub")
         try:
             data = datasets.load_dataset(name, config, split=split, streaming=True)
         except Exception as error:  # of many types: no network, no such name, config or split
             selection = f"config {config}, split {split}" if config else f"split {split}"
             raise InputError(
-                f"{name}: neither an existing file or folder nor a data set on the Hugging Face "
+                f"{name}: neither an existing file or directory nor a data set on the Hugging Face "
                 f"Hub ({selection}): "
                 f"{first_error_line(error)}"
             ) from None

@@ -1,6 +1,6 @@
 """Resolution of `--input` to text sources.
 
-These are files of several kinds, folders, saved data sets and data sets on the Hub.
+These are files of several kinds, directories, saved data sets and data sets on the Hub.
 """
 
 import bisect
@@ -22,8 +22,8 @@ from megaenc.data.sources.text_files import UTF8, TextBlock, find_encoding, stri
 from megaenc.errors import InputError
 
 EXPECTED = (
-    "JSONL, CSV, TSV, Parquet or text files, a folder of them or of a saved data set, or the name "
-    "of one on the Hugging Face Hub"
+    "JSONL, CSV, TSV, Parquet or text files, a directory of them or of a saved data set, or the "
+    "name of one on the Hugging Face Hub"
 )
 _SUFFIX_KINDS = {
     ".jsonl": "jsonl",
@@ -54,8 +54,8 @@ class InputConfig:
     """Flags for text input, the same in all commands that read text."""
 
     input: tuple[str, ...]
-    """JSONL, CSV, TSV, Parquet or text files, folders of them or of a saved data set, or names of
-    Hugging Face Hub data sets."""
+    """JSONL, CSV, TSV, Parquet or text files, directories of them or of a saved data set, or names
+    of Hugging Face Hub data sets."""
     sample_by: Literal["document", "paragraph", "line"] = field(default="document", kw_only=True)
     """Unit of text files (.txt, .text, .md) that becomes a document: the file, a paragraph between
     blank lines, or a line."""
@@ -76,8 +76,8 @@ class ResolvedInputs:
 
     sources: list[TextSource]
     origins: list[dict[str, Any]]
-    """Metadata of each --input: `path` (name without folder), `bytes` on disk (None if unknown),
-    `files` of a folder, `config` and `split` of a data set."""
+    """Metadata of each --input: `path` (name without directory), `bytes` on disk (None if unknown),
+    `files` of a directory, `config` and `split` of a data set."""
     messages: list[str]
     """Lines to print for the user."""
 
@@ -333,7 +333,7 @@ def _build_sources(
 
 
 def _classify_file(path: Path) -> tuple[str, str]:
-    """Return (kind, path) of an --input that is no folder of files.
+    """Return (kind, path) of an --input that is no directory of files.
 
     The kind follows from the first bytes of Parquet or the suffix; it is jsonl by default.
 
@@ -343,7 +343,7 @@ def _classify_file(path: Path) -> tuple[str, str]:
     if _is_saved_dataset(path):
         return "saved", str(path)
     if not os.path.exists(path):
-        raise InputError(f"{path}: no such file or folder; expected {EXPECTED}")
+        raise InputError(f"{path}: no such file or directory; expected {EXPECTED}")
     if not path.is_file():
         raise InputError(f"{path}: not a file; expected {EXPECTED}")
     if path.stat().st_size == 0:
@@ -356,29 +356,29 @@ def _classify_file(path: Path) -> tuple[str, str]:
     return "parquet" if is_parquet else _kind_from_suffix(path.name) or "jsonl", str(path)
 
 
-def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
-    """Return (kind, path) of the readable files under `folder`, sorted by path.
+def _find_files(directory: Path, messages: list[str]) -> list[tuple[str, str]]:
+    """Return (kind, path) of the readable files under `directory`, sorted by path.
 
-    Hidden names are skipped. Links are followed, but each folder is read only once, under its first
-    path. What was found and left out is appended to `messages`.
+    Hidden names are skipped. Links are followed, but each directory is read only once, under its
+    first path. What was found and left out is appended to `messages`.
     """
     entries = []
     unknown = []
     duplicates = []
-    visited = {_folder_identity(folder)}
+    visited = {_directory_identity(directory)}
 
     def unreadable(error: OSError) -> None:
         raise InputError(f"{error.filename}: cannot be read: {error.strerror}")
 
-    for parent, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
-        inner = os.path.relpath(parent, folder)
+    for parent, directories, names in os.walk(directory, onerror=unreadable, followlinks=True):
+        inner = os.path.relpath(parent, directory)
         unvisited = []
-        for name in sorted(folders):
+        for name in sorted(directories):
             path = os.path.normpath(os.path.join(inner, name))
             full = os.path.join(parent, name)
             if name.startswith("."):
                 continue
-            if (identity := _folder_identity(full)) in visited:
+            if (identity := _directory_identity(full)) in visited:
                 duplicates.append(path)
                 continue
             visited.add(identity)
@@ -386,7 +386,7 @@ def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
                 entries.append((path, "saved", full))
             else:
                 unvisited.append(name)
-        folders[:] = unvisited
+        directories[:] = unvisited
         for name in names:
             path = os.path.normpath(os.path.join(inner, name))
             full = os.path.join(parent, name)
@@ -399,35 +399,35 @@ def _find_files(folder: Path, messages: list[str]) -> list[tuple[str, str]]:
     unknown.sort()
     if not entries:
         raise InputError(
-            f"{folder}: holds nothing to read{f' but {format_paths(unknown)}' if unknown else ''}; "
-            f"expected {EXPECTED}"
+            f"{directory}: holds nothing to "
+            f"read{f' but {format_paths(unknown)}' if unknown else ''}; expected {EXPECTED}"
         )
     if unknown:
         messages.append(
-            f"{folder}: {len(unknown):,} left out, unknown kind of file: {format_paths(unknown)}"
+            f"{directory}: {len(unknown):,} left out, unknown kind of file: {format_paths(unknown)}"
         )
     if duplicates:
         messages.append(
-            f"{folder}: {len(duplicates):,} folders left out, read under another path: "
+            f"{directory}: {len(duplicates):,} directories left out, read under another path: "
             f"{format_paths(duplicates)}"
         )
     entries.sort()
     counts = Counter(kind for _, kind, _ in entries)
     parts = [f"{counts[kind]:,} {_KIND_NAMES[kind]}" for kind in sorted(counts)]
-    messages.append(f"{folder}: {', '.join(parts)}")
+    messages.append(f"{directory}: {', '.join(parts)}")
     return [(kind, full) for _, kind, full in entries]
 
 
-def _folder_identity(folder: str | Path) -> tuple[int, int]:
-    """Return (device, inode) of a folder.
+def _directory_identity(directory: str | Path) -> tuple[int, int]:
+    """Return (device, inode) of a directory.
 
     Raises:
         InputError: It cannot be read.
     """
     try:
-        stat = os.stat(folder)
+        stat = os.stat(directory)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{directory}: cannot be read: {error.strerror}") from None
     return stat.st_dev, stat.st_ino
 
 
@@ -443,7 +443,7 @@ def _kind_from_suffix(name: str) -> str | None:
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    """Return whether a folder was written by the `save_to_disk` method of datasets."""
+    """Return whether a directory was written by the `save_to_disk` method of datasets."""
     # os.path, because Path raises an error for a name that is too long.
     has_splits = os.path.isfile(path / "dataset_dict.json")
     return has_splits or all(

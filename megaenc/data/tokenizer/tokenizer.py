@@ -51,30 +51,32 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask
 
 
 def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTrainedTokenizerFast":
-    """Return the Hugging Face fast tokenizer in a folder or of a Hub name.
+    """Return the Hugging Face fast tokenizer in a directory or of a Hub name.
 
     Raises:
         InputError: It is missing, unreadable or slow; the message begins with `flag`, which names
             it.
     """
     name = str(name_or_dir)
-    folder = Path(name)
+    directory = Path(name)
     # Paths are ruled out first, because transformers waits long for the Hub.
     is_path = (
         name.startswith((".", "/", "~"))
         or name.count("/") > 1
-        or ("/" in name and os.path.isdir(folder.parent))
+        or ("/" in name and os.path.isdir(directory.parent))
     )
-    is_folder = os.path.isdir(folder)  # False also for a name that is too long
-    if not is_folder and (is_path or os.path.exists(folder)):
+    is_directory = os.path.isdir(directory)  # False also for a name that is too long
+    if not is_directory and (is_path or os.path.exists(directory)):
         raise InputError(
-            f"{flag} {name}: no such folder; "
-            "expected a folder with tokenizer.json, or a name on the Hub"
+            f"{flag} {name}: no such directory; "
+            "expected a directory with tokenizer.json, or a name on the Hub"
         )
     from transformers import AutoTokenizer
 
     local = (
-        {"config": _build_class_config(folder, flag), "local_files_only": True} if is_folder else {}
+        {"config": _build_class_config(directory, flag), "local_files_only": True}
+        if is_directory
+        else {}
     )
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **local)
@@ -82,15 +84,15 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
         # OSError, KeyError, JSON and HTTP errors, panics of Rust and more.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        if is_folder and not (folder / "tokenizer.json").exists():
+        if is_directory and not (directory / "tokenizer.json").exists():
             raise InputError(
-                f"{flag} {name}: the folder holds no tokenizer.json; "
+                f"{flag} {name}: the directory holds no tokenizer.json; "
                 "expected a Hugging Face fast tokenizer"
             ) from None
         problem = (
             "tokenizer.json cannot be loaded"
-            if is_folder
-            else "neither an existing folder nor a tokenizer on the Hub"
+            if is_directory
+            else "neither an existing directory nor a tokenizer on the Hub"
         )
         reason = first_error_line(error, 160)
         raise InputError(
@@ -104,22 +106,22 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
     return tokenizer
 
 
-def _build_class_config(folder: Path, flag: str) -> Any:
+def _build_class_config(directory: Path, flag: str) -> Any:
     """Build the model config from which transformers chooses the tokenizer's class.
 
     It has only the relevant fields of config.json.
 
     Raises:
-        InputError: A file in the folder could block or leads to another folder.
+        InputError: A file in the directory could block or leads to another directory.
     """
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
-        files = sorted(file for file in folder.iterdir() if file.suffix in _TEXT_SUFFIXES)
+        files = sorted(file for file in directory.iterdir() if file.suffix in _TEXT_SUFFIXES)
     except OSError as error:
         raise InputError(
-            f"{flag} {folder}: {error.strerror}; expected a folder that can be read"
+            f"{flag} {directory}: {error.strerror}; expected a directory that can be read"
         ) from None
     for file in files:
         if file.exists() and not (file.is_file() or file.is_dir()):
@@ -128,9 +130,9 @@ def _build_class_config(folder: Path, flag: str) -> Any:
             )
 
     def read_if_present(name: str) -> dict[str, Any]:
-        if not (folder / name).exists():
+        if not (directory / name).exists():
             return {}
-        return read_json_object(folder / name, "an object as transformers writes it")
+        return read_json_object(directory / name, "an object as transformers writes it")
 
     values = read_if_present("config.json")
     versions = read_if_present("tokenizer_config.json").get("fast_tokenizer_files", [])
@@ -138,7 +140,7 @@ def _build_class_config(folder: Path, flag: str) -> Any:
         not isinstance(file, str) or Path(file).name != file for file in versions
     ):
         raise InputError(
-            f"{folder / 'tokenizer_config.json'}: field `fast_tokenizer_files`: "
+            f"{directory / 'tokenizer_config.json'}: field `fast_tokenizer_files`: "
             "expected names of files next to it"
         )
     model_type = values.get("model_type")
@@ -148,7 +150,7 @@ def _build_class_config(folder: Path, flag: str) -> Any:
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         with contextlib.suppress(Exception):  # two image models have no default config
             config = CONFIG_MAPPING[model_type]()
-    config.name_or_path = str(folder)
+    config.name_or_path = str(directory)
     for name in ("tokenizer_class", "model_name"):
         if isinstance(values.get(name), str):
             setattr(config, name, values[name])

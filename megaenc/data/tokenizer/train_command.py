@@ -1,6 +1,6 @@
 """Command `megaenc tokenizer`: training of a byte-level BPE tokenizer.
 
-It is saved as a Hugging Face tokenizer folder.
+It is saved as a Hugging Face tokenizer directory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class TrainTokenizerConfig(InputConfig):
     """Flags of `megaenc tokenizer`."""
 
     output: str
-    """Folder to write; must be empty or missing."""
+    """Directory to write; must be empty or missing."""
     vocab_size: Annotated[int, Bounds(low=MIN_VOCABULARY, high=MAX_VOCABULARY)] = 8192
     """Maximum number of token ids; small corpora give fewer."""
     json_key: JsonKey = "text"
@@ -37,7 +37,7 @@ class TrainTokenizerConfig(InputConfig):
 
 
 def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
-    """Train a tokenizer on the input, write its folder atomically and print its size.
+    """Train a tokenizer on the input, write it atomically and print its size.
 
     Raises:
         InputError: Input or output is unusable.
@@ -64,10 +64,10 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
             raise InputError(f"{inputs.origins[0]['path']}: holds no document to train on")
         progress.update(block.position, description="merging into a vocabulary")
 
-    with create_parent_with_rollback(output, "--output"), atomic_dir(output) as folder:
+    with create_parent_with_rollback(output, "--output"), atomic_dir(output) as directory:
         with ProgressLine("reading for the tokenizer", inputs.known_size) as progress:
             tokenizer = train_tokenizer(texts(), settings.vocab_size)
-        tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(directory)
     print_rank_0(
         f"{output}: a byte-level BPE of {len(tokenizer):,} ids, trained on {documents:,} documents"
     )
@@ -75,7 +75,7 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc tokenizer`: train a tokenizer on the input and write its folder."""
+    """Run `megaenc tokenizer`: train a tokenizer on the input and write its directory."""
     silence_libraries()
     settings = flags.parse(
         TrainTokenizerConfig, argv, prog="megaenc tokenizer", description=__doc__

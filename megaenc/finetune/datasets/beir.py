@@ -1,6 +1,6 @@
 """Retrieval data in BEIR's layout.
 
-A folder has corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv.
+A directory has corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv.
 """
 
 import dataclasses
@@ -53,19 +53,19 @@ class QrelLine(NamedTuple):
     grade: int
 
 
-def is_beir_folder(folder: Path) -> bool:
-    """Return whether `folder` has the files corpus.jsonl and queries.jsonl.
+def is_beir_directory(directory: Path) -> bool:
+    """Return whether `directory` has the files corpus.jsonl and queries.jsonl.
 
     Both may be compressed as .gz or .zst.
     """
     return (
-        _find_data_file(folder, "corpus") is not None
-        and _find_data_file(folder, "queries") is not None
+        _find_data_file(directory, "corpus") is not None
+        and _find_data_file(directory, "queries") is not None
     )
 
 
-def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
-    """Return the Dataset of the BEIR folder `folder` (see `is_beir_folder`).
+def load_beir(name: str, directory: Path, whole_corpus: bool) -> Dataset:
+    """Return the Dataset of the BEIR directory `directory` (see `is_beir_directory`).
 
     Files are hashed now and parsed by `load_split`. Without qrels of test, those of validation are
     the test split. Validation without qrels of its own gets 5 % of the queries of train or, without
@@ -75,20 +75,21 @@ def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
         whole_corpus: Search all documents instead of those judged in validation and test.
 
     Raises:
-        InputError: The folder has no qrels.
+        InputError: The directory has no qrels.
     """
     qrels = {}
     for split, words in _QRELS_FILES.items():
         path = _find_first_file(
-            folder / "qrels" / f"{word}.tsv{end}" for word in words for end in ("", ".gz")
+            directory / "qrels" / f"{word}.tsv{end}" for word in words for end in ("", ".gz")
         )
         if path is not None:
             qrels[split] = path
     if not qrels:
         raise InputError(
-            f"{folder / 'qrels'}: found no train.tsv, dev.tsv or test.tsv, expected BEIR's layout"
+            f"{directory / 'qrels'}: found no train.tsv, dev.tsv or test.tsv, expected BEIR's "
+            "layout"
         )
-    texts = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
+    texts = {name: _find_data_file(directory, name) for name in ("corpus", "queries")}
     content = {key: compute_sha256(path) for key, path in (texts | qrels).items()}
     fingerprint = hash_json({"files": content, "rules": ["BEIR", whole_corpus]})
     reader = _SplitReader(name, texts, qrels, whole_corpus)
@@ -97,7 +98,7 @@ def load_beir(name: str, folder: Path, whole_corpus: bool) -> Dataset:
 
 @dataclass(frozen=True)
 class _SplitReader:
-    """Reader of the splits of a BEIR folder for fine-tuning."""
+    """Reader of the splits of a BEIR directory for fine-tuning."""
 
     name: str
     texts: Mapping[str, Path]
@@ -156,8 +157,8 @@ class _SplitReader:
         return dataclasses.replace(examples, ignore_identical_ids=True)
 
 
-def load_beir_test(folder: Path) -> RetrievalExamples:
-    """Return the test queries and grades of BEIR `folder` and its whole corpus.
+def load_beir_test(directory: Path) -> RetrievalExamples:
+    """Return the test queries and grades of BEIR `directory` and its whole corpus.
 
     Only queries with a grade above 0 are returned. Texts have no prefix, as BEIR evaluates models
     without training. A document is its title, a space and its text, or one of the two if the other
@@ -167,7 +168,7 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
         InputError: A file or a judged query is missing, a line is malformed, a query is empty, or
             no document in the corpus is relevant.
     """
-    paths, lines = _read_beir_split(folder, "test")
+    paths, lines = _read_beir_split(directory, "test")
     relevant = _group_grades(line for line in lines if line.grade > 0)
     queries = _read_texts("query", paths["queries"], lines)
     if empty := [query for query in relevant if not queries[query].strip()]:
@@ -181,8 +182,8 @@ def load_beir_test(folder: Path) -> RetrievalExamples:
     return RetrievalExamples(judged_queries, documents, relevant, ignore_identical_ids=True)
 
 
-def load_beir_pairs(folder: Path) -> list[tuple[str, str, str]]:
-    """Return the relevant pairs of qrels/train.tsv in BEIR `folder`, in its order.
+def load_beir_pairs(directory: Path) -> list[tuple[str, str, str]]:
+    """Return the relevant pairs of qrels/train.tsv in BEIR `directory`, in its order.
 
     Texts are those of `load_beir_test`, and may be empty.
 
@@ -192,27 +193,27 @@ def load_beir_pairs(folder: Path) -> list[tuple[str, str, str]]:
     Raises:
         InputError: A file or text is missing, a line is malformed, or no grade is above 0.
     """
-    paths, lines = _read_beir_split(folder, "train")
+    paths, lines = _read_beir_split(directory, "train")
     lines = [line for line in lines if line.grade > 0]
     queries = _read_texts("query", paths["queries"], lines)
     documents = _read_texts("document", paths["corpus"], lines, titles=" ")
     return [(line.location, queries[line.query], documents[line.document]) for line in lines]
 
 
-def load_beir_corpus(folder: Path) -> list[str]:
-    """Return the texts of all documents of BEIR `folder`, as in `load_beir_test`.
+def load_beir_corpus(directory: Path) -> list[str]:
+    """Return the texts of all documents of BEIR `directory`, as in `load_beir_test`.
 
     They are in the order of corpus.jsonl, and may be empty.
 
     Raises:
         InputError: There is no corpus.jsonl, or a line is malformed.
     """
-    if (path := _find_data_file(folder, "corpus")) is None:
-        raise InputError(f"{folder}: no corpus.jsonl, expected BEIR's layout")
+    if (path := _find_data_file(directory, "corpus")) is None:
+        raise InputError(f"{directory}: no corpus.jsonl, expected BEIR's layout")
     return list(_read_texts("document", path, (), titles=" ", everything=True).values())
 
 
-def compute_test_fingerprint(folder: Path) -> str:
+def compute_test_fingerprint(directory: Path) -> str:
     """Return a SHA-256 (hex) of the files that `load_beir_test` reads.
 
     A compressed file has another fingerprint than its text.
@@ -221,31 +222,33 @@ def compute_test_fingerprint(folder: Path) -> str:
         InputError: A file is missing.
     """
     return hash_json(
-        {name: compute_sha256(path) for name, path in _find_beir_files(folder, "test").items()}
+        {name: compute_sha256(path) for name, path in _find_beir_files(directory, "test").items()}
     )
 
 
-def _find_beir_files(folder: Path, split: str) -> dict[str, Path]:
-    """Return the paths of a BEIR folder's corpus, queries and qrels of a split.
+def _find_beir_files(directory: Path, split: str) -> dict[str, Path]:
+    """Return the paths of a BEIR directory's corpus, queries and qrels of a split.
 
     Raises:
         InputError: A file is missing.
     """
     expected = f"expected BEIR's corpus.jsonl, queries.jsonl and qrels/{split}.tsv"
-    if not os.path.isdir(folder):  # False for a name that is too long
-        raise InputError(f"{folder}: no such folder, {expected}")
-    paths = {name: _find_data_file(folder, name) for name in ("corpus", "queries")}
-    paths["qrels"] = _find_first_file(folder / "qrels" / f"{split}.tsv{end}" for end in ("", ".gz"))
+    if not os.path.isdir(directory):  # False for a name that is too long
+        raise InputError(f"{directory}: no such directory, {expected}")
+    paths = {name: _find_data_file(directory, name) for name in ("corpus", "queries")}
+    paths["qrels"] = _find_first_file(
+        directory / "qrels" / f"{split}.tsv{end}" for end in ("", ".gz")
+    )
     for name, path in paths.items():
         if path is None:
             raise InputError(
-                f"{folder}: no {f'qrels/{split}.tsv' if name == 'qrels' else f'{name}.jsonl'}, "
+                f"{directory}: no {f'qrels/{split}.tsv' if name == 'qrels' else f'{name}.jsonl'}, "
                 f"{expected}"
             )
     return paths
 
 
-def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[QrelLine]]:
+def _read_beir_split(directory: Path, split: str) -> tuple[dict[str, Path], list[QrelLine]]:
     """Read qrels/SPLIT.tsv, and find the files of corpus, queries and qrels.
 
     Returns:
@@ -254,7 +257,7 @@ def _read_beir_split(folder: Path, split: str) -> tuple[dict[str, Path], list[Qr
     Raises:
         InputError: A file is missing, or no grade is above 0.
     """
-    paths = _find_beir_files(folder, split)
+    paths = _find_beir_files(directory, split)
     lines = _read_qrels(paths["qrels"])
     if not any(line.grade > 0 for line in lines):
         raise InputError(
@@ -340,8 +343,8 @@ def _add_validation_split(
 ) -> dict[SplitName, Qrels]:
     """Return the qrels of each split, with those of validation.
 
-    A folder without validation qrels gets those of queries of train or test, drawn by the study's
-    rules.
+    A directory without validation qrels gets those of queries of train or test, drawn by the
+    study's rules.
     """
     if "test" not in qrels_by_split and "validation" in qrels_by_split:
         print_once(
@@ -432,9 +435,9 @@ def build_retrieval_examples(
     )
 
 
-def _find_data_file(folder: Path, name: str) -> Path | None:
-    """Return the path of NAME.jsonl, possibly compressed, in `folder`, or None."""
-    return _find_first_file(folder / f"{name}.jsonl{end}" for end in ("", ".gz", ".zst"))
+def _find_data_file(directory: Path, name: str) -> Path | None:
+    """Return the path of NAME.jsonl, possibly compressed, in `directory`, or None."""
+    return _find_first_file(directory / f"{name}.jsonl{end}" for end in ("", ".gz", ".zst"))
 
 
 def _find_first_file(paths: Iterable[Path]) -> Path | None:

@@ -47,52 +47,52 @@ function or class."""
 
 @dataclass(frozen=True)
 class DemoDatasetsConfig:
-    """Options of `megaenc finetune demo`: the folder of the four demo data sets."""
+    """Options of `megaenc finetune demo`: the directory of the four demo data sets."""
 
     output: str = "demo/finetune"
-    """folder for demo_sc, demo_tc, demo_qa and demo_ir; existing sets are kept. If its parent
-    folder holds the quickstart's corpus, demo_sc is built from that, else from the installed
+    """directory for demo_sc, demo_tc, demo_qa and demo_ir; existing sets are kept. If its parent
+    directory holds the quickstart's corpus, demo_sc is built from that, else from the installed
     packages"""
 
 
 def ensure_demo_datasets(
-    folder: str | Path = "demo/finetune",
+    directory: str | Path = "demo/finetune",
     names: Sequence[str] = DEMO_DATASETS,
-    flag: str = "demo folder",
+    flag: str = "demo directory",
 ) -> Path:
-    """Write demo data sets that are missing in `folder`; return `folder`.
+    """Write demo data sets that are missing in `directory`; return `directory`.
 
     The three sets built from documentation are written together. Equal packages give equal bytes. A
     lock makes concurrent processes wait. The content of existing sets is not checked.
 
     Args:
         names: Names of DEMO_DATASETS to write.
-        flag: Start of the error that the folder cannot be created.
+        flag: Start of the error that the directory cannot be created.
 
     Raises:
-        InputError: The folder is not writable, or a file is at the path of a set.
+        InputError: The directory is not writable, or a file is at the path of a set.
     """
-    folder = Path(folder)
-    if all(os.path.isdir(folder / name) for name in names):
-        return folder
+    directory = Path(directory)
+    if all(os.path.isdir(directory / name) for name in names):
+        return directory
     names = [
         name
         for name in DEMO_DATASETS
         if name in names or (name != "demo_sc" and {*names} != {"demo_sc"})
     ]
-    for path in (folder / name for name in names):
+    for path in (directory / name for name in names):
         if os.path.lexists(path) and not os.path.isdir(path):
             raise InputError(
-                f"{path}: found a file; expected the folder of a demo set; "
-                "move it or name another folder"
+                f"{path}: found a file; expected the directory of a demo set; "
+                "move it or name another directory"
             )
-    create_parent_dir(folder / "demo_sc", flag)
-    with wait_for_lock(folder / corpus_demo.LOCK):
+    create_parent_dir(directory / "demo_sc", flag)
+    with wait_for_lock(directory / corpus_demo.LOCK):
         # Another process may have written them meanwhile.
-        missing = [name for name in names if not (folder / name).is_dir()]
+        missing = [name for name in names if not (directory / name).is_dir()]
         if missing:
             print_rank_0(
-                f"{folder}: building {', '.join(missing)} from installed packages, once; "
+                f"{directory}: building {', '.join(missing)} from installed packages, once; "
                 "takes some minutes"
             )
         documentation = read_documentation() if {*missing} - {"demo_sc"} else []
@@ -100,18 +100,18 @@ def ensure_demo_datasets(
             read, description = _BUILDERS[name]
             splits = _sample_splits(
                 read(
-                    corpus_demo.read_demo_documents(folder.parent)
+                    corpus_demo.read_demo_documents(directory.parent)
                     if name == "demo_sc"
                     else documentation
                 )
             )
-            with atomic_dir(folder / name) as temporary_folder:
-                _write_dataset(temporary_folder, splits)
+            with atomic_dir(directory / name) as temporary_directory:
+                _write_dataset(temporary_directory, splits)
             print_rank_0(
-                f"{folder / name}: {description}: "
+                f"{directory / name}: {description}: "
                 + ", ".join(f"{len(rows):,} {split}" for split, rows in splits.items())
             )
-    return folder
+    return directory
 
 
 def read_documentation() -> list[DocumentedFunction]:
@@ -324,7 +324,7 @@ def _hash_to_int(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _write_dataset(folder: Path, splits: dict[str, list[dict]]) -> None:
+def _write_dataset(directory: Path, splits: dict[str, list[dict]]) -> None:
     """Write the rows of each split to a JSONL file; retrieval has BEIR's layout."""
     files = splits
     rows = [row for rows in splits.values() for row in rows]
@@ -334,13 +334,15 @@ def _write_dataset(folder: Path, splits: dict[str, list[dict]]) -> None:
             name: [{"_id": row["id"], "text": row[key]} for row in rows]
             for name, key in texts.items()
         }
-        (folder / "qrels").mkdir()
+        (directory / "qrels").mkdir()
         for split, name in (("train", "train"), ("validation", "dev"), ("test", "test")):
             lines = "".join(f"{row['id']}\t{row['id']}\t1\n" for row in splits[split])
-            atomic_write(folder / "qrels" / f"{name}.tsv", "query-id\tcorpus-id\tscore\n" + lines)
+            atomic_write(
+                directory / "qrels" / f"{name}.tsv", "query-id\tcorpus-id\tscore\n" + lines
+            )
     for name, rows in files.items():
         atomic_write(
-            folder / f"{name}.jsonl",
+            directory / f"{name}.jsonl",
             "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
         )
 

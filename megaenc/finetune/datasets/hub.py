@@ -399,7 +399,7 @@ def _load_hub_split(
         DataUnavailable: A failure is temporary.
         InputError: The split cannot be read, or lacks a column.
     """
-    advice = f"expected a network once, or local files: {name}=FOLDER"
+    advice = f"expected a network once, or local files: {name}=DIRECTORY"
     repository = repository or HUB_DATASETS[name].repository
     data = load_from_hub(
         name, repository, config, revision, f"{name}: ", advice, is_retried=True, split=split

@@ -74,7 +74,7 @@ def parse_hub_reference(text: str) -> HubReference | None:
     """Return the HubReference of `ORG/NAME`, or None for other text.
 
     `ORG/NAME:CONFIG` is one too, each may have @REVISION, and `hf:` may be before it. An existing
-    path is none, and neither is a path in an existing folder, unless `hf:` is before it.
+    path is none, and neither is a path in an existing directory, unless `hf:` is before it.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or os.path.exists(text):

@@ -1,6 +1,6 @@
 """Labelled data in local files.
 
-A data set is a folder with a file per split, a folder in BEIR's layout, or a single file.
+A data set is a directory with a file per split, a directory in BEIR's layout, or a single file.
 """
 
 import functools
@@ -43,7 +43,7 @@ _SPLIT_WORDS = {
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """Options of data sets: task, text pairs, documents, training set and demo folder."""
+    """Options of data sets: task, text pairs, documents, training set and demos."""
 
     task: Literal["", "SC", "TC", "QA", "IR"] = ""
     """task of local data, by default inferred from the files: SC sequence classification, TC token
@@ -59,7 +59,7 @@ class DatasetConfig:
     """retrieval data set to train on; by default each set's own training pairs; other tasks ignore
     it"""
     demo_folder: str = "demo/finetune"
-    """folder of the demo sets; missing ones are written there"""
+    """directory of the demo sets; missing ones are written there"""
 
     def check(self) -> None:
         """Check that `pair_template` can join two texts.
@@ -90,7 +90,7 @@ class DatasetConfig:
 
 
 def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) -> Dataset:
-    """Return the Dataset `name` of the folder or file `path`.
+    """Return the Dataset `name` of the directory or file `path`.
 
     Files are hashed now, and read to find task family and labels. `load_split` parses them again. A
     test file whose labels are hidden is left out with a message.
@@ -103,7 +103,7 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
         InputError: The path or a file is unreadable, the format is unknown, labels are invalid, or
             the data is not of `flags.task`.
     """
-    if path.is_dir() and beir.is_beir_folder(path):
+    if path.is_dir() and beir.is_beir_directory(path):
         if flags.task not in ("", "IR"):
             raise InputError(
                 f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, "
@@ -301,7 +301,7 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
 
 
 def find_split_files(path: Path) -> dict[SplitName, Path]:
-    """Return the file of each split in a folder.
+    """Return the file of each split in a directory.
 
     A word of a file's name gives the split (`train`, `en_ewt-ud-train`); a name that is only this
     word has priority. Hidden files, meta.json and files of unknown formats are ignored. A single

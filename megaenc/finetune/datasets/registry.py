@@ -23,8 +23,8 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
     """Return the Dataset of a known name, a local path or a repository of the Hub.
 
     Accepts a name of DATASETS (`sst2`, or `sst2@REVISION` for a commit, branch or tag of the Hub),
-    a path to local data, named after its folder or file, a repository ORG/NAME, ORG/NAME:CONFIG or
-    hf:NAME, each with @REVISION, and `NAME=` before a path or repository. With a study's name
+    a path to local data, named after its directory or file, a repository ORG/NAME, ORG/NAME:CONFIG
+    or hf:NAME, each with @REVISION, and `NAME=` before a path or repository. With a study's name
     before it, pairs use the study's template. A repository is downloaded and a missing demo set is
     written now; the study's data sets are downloaded by `load_split`.
 
@@ -47,7 +47,7 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
         location = _split_name(name_or_path)[1]
         if reference := hub_repository.parse_hub_reference(location):
             _check_name(name_or_path, name)
-            start = f"data set {name_or_path}: " + f"found no file or folder {path}; " * (
+            start = f"data set {name_or_path}: " + f"found no file or directory {path}; " * (
                 not location.startswith("hf:")
             )
             dataset = hub_repository.load_hub_repository(
@@ -57,9 +57,9 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
             _check_dataset_path(name_or_path, name, path)
             dataset = local.load_local(name, path, flags, template)
     elif name in demo.DEMO_DATASETS:
-        folder = demo.ensure_demo_datasets(flags.demo_folder, (name,))
+        directory = demo.ensure_demo_datasets(flags.demo_folder, (name,))
         dataset = local.load_local(
-            name, folder / name, replace(flags, task=""), local.PAIR_TEMPLATE
+            name, directory / name, replace(flags, task=""), local.PAIR_TEMPLATE
         )
     else:
         dataset = hub.load_hub(name, name_or_path.partition("@")[2])
@@ -83,7 +83,7 @@ def parse_dataset_name(name_or_path: str) -> tuple[str, Path | None]:
     """Return the name in results and the path of a data set, neither of them checked.
 
     The path of a known `NAME` or `NAME@REVISION` is None. The path of `PATH` or `NAME=PATH` need
-    not exist. A missing one is named like a folder, or like the repository of the Hub that it
+    not exist. A missing one is named like a directory, or like the repository of the Hub that it
     stands for.
     """
     base = name_or_path.partition("@")[0]
@@ -113,7 +113,7 @@ def _check_dataset_path(name_or_path: str, name: str, path: Path) -> None:
     if not os.path.exists(path):
         if name_or_path.partition("=")[1] or "/" in name_or_path:
             raise InputError(
-                f"data set {name_or_path}: found no file or folder {path}, "
+                f"data set {name_or_path}: found no file or directory {path}, "
                 "expected one with labelled data"
             )
         closest_name = closest_match(name_or_path.lower(), [*DATASETS, hub.TRAINING_PAIRS])
@@ -126,7 +126,7 @@ def _check_dataset_path(name_or_path: str, name: str, path: Path) -> None:
 
 
 def _check_name(name_or_path: str, name: str) -> None:
-    """Check that `name` is valid as a folder's name in results.
+    """Check that `name` is valid as a directory's name in results.
 
     Raises:
         InputError: The name is invalid.

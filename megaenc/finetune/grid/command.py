@@ -46,8 +46,8 @@ class GridConfig:
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
     model: tuple[str, ...] = ()
-    """Hugging Face folders of encoders or decoders; the last part names the results, NAME=FOLDER
-    gives another name"""
+    """Hugging Face directories of encoders or decoders; the last part names the results,
+    NAME=DIRECTORY gives another name"""
     datasets: tuple[str, ...] = ()
     """data sets by name or path, like --dataset of `megaenc finetune run`"""
     learning_rates: tuple[PositiveFloat, ...] = LEARNING_RATES
@@ -55,7 +55,7 @@ class GridConfig:
     seeds: PositiveInt = 5
     """number of seeds, from 0, for each learning rate"""
     output: str = "results"
-    """folder of results; runs that are finished there are not repeated"""
+    """directory of results; runs that are finished there are not repeated"""
     keep: Literal["none", "best", "all"] = "none"
     """models to write, in Hugging Face's format, to `model` in the results of their run: none, all,
     or best, the one of the best validation score for each model and training set; runs that were
@@ -155,8 +155,12 @@ def _count_unkept(plan: GridPlan) -> int:
     kept: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for job in plan.jobs:
         if job.keep != "none" and job.name not in unfinished:
-            folders = (result_files.job_folder(job, dataset.name) for dataset in job.evaluate_on)
-            has_model = any((folder / result_files.KEPT_MODEL).is_dir() for folder in folders)
+            directories = (
+                result_files.job_directory(job, dataset.name) for dataset in job.evaluate_on
+            )
+            has_model = any(
+                (directory / result_files.KEPT_MODEL).is_dir() for directory in directories
+            )
             kept[job.name if job.keep == "all" else job.model.name, job.train_on].append(has_model)
     return sum(len(group) for group in kept.values() if not any(group))
 

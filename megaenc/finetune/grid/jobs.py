@@ -13,7 +13,7 @@ from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import Dataset, TaskFamily
 from megaenc.finetune.job import FinetuneJob, Fingerprints, NamedSource
 from megaenc.finetune.model.fingerprint import (
-    check_model_folder,
+    check_model_directory,
     compute_model_fingerprints,
     compute_model_stamp,
     compute_tokenizer_fingerprint,
@@ -43,7 +43,7 @@ def build_jobs(
         models: Arguments of `parse_model`.
         datasets: Arguments of `find_dataset`.
         seeds: Seeds, iterated several times, so that they cannot be a generator.
-        output: Root folder of the results.
+        output: Root directory of the results.
 
     Raises:
         InputError: A model or data set is unusable, a name or rate occurs twice, or head or pooling
@@ -53,7 +53,7 @@ def build_jobs(
     loaded_datasets = [
         (name_or_path, find_dataset(name_or_path, **asdict(data))) for name_or_path in datasets
     ]
-    rename_hint = "; name one of them otherwise, NAME=FOLDER"
+    rename_hint = "; name one of them otherwise, NAME=DIRECTORY"
     for flag, values, advice in (
         ("--model", [model.name for model in sources], rename_hint),
         ("--datasets", [dataset.name for _, dataset in loaded_datasets], rename_hint),
@@ -125,24 +125,24 @@ def _resolve_special_tokens(protocol: FinetuneConfig, model: NamedSource) -> Fin
 
 
 def parse_model(name_or_path: str) -> NamedSource:
-    """Return the NamedSource of `FOLDER`, named by its last part, or of `NAME=FOLDER`.
+    """Return the NamedSource of `PATH`, named by its last part, or of `NAME=PATH`.
 
     Its location is an absolute path without symbolic links.
 
     Raises:
-        InputError: The folder holds no model, or the name is invalid.
+        InputError: The directory holds no model, or the name is invalid.
     """
-    name, equals, folder = name_or_path.partition("=")
+    name, equals, directory = name_or_path.partition("=")
     if not equals or "/" in name:
         name = ""
-        folder = name_or_path
-    check_model_folder(folder)
-    path = Path(folder).resolve()
+        directory = name_or_path
+    check_model_directory(directory)
+    path = Path(directory).resolve()
     name = name or path.name
     if not name or name.startswith(".") or not name.isprintable():
         raise InputError(
-            f"--model {name_or_path}: found the name {name!r}, expected one for a folder; "
-            "say NAME=FOLDER"
+            f"--model {name_or_path}: found the name {name!r}, expected one for a directory; "
+            "say NAME=DIRECTORY"
         )
     return NamedSource(name, str(path))
 
@@ -165,7 +165,7 @@ def select_remaining_work(
     ]
     failed = next((dataset for dataset, state in states if state == "failed"), None)
     if failed is not None and not retry_failed:
-        return None, result_files.job_folder(job, failed.name) / result_files.FAILED
+        return None, result_files.job_directory(job, failed.name) / result_files.FAILED
     missing = tuple(dataset for dataset, state in states if state != "finished")
     return replace(job, evaluate_on=missing) if missing else None, None
 

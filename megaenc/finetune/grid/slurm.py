@@ -59,7 +59,7 @@ def submit_jobs(
 
     Args:
         run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
-        output: Folder of results, whose folder .slurm gets the logs.
+        output: Directory of results, whose directory .slurm gets the logs.
 
     Returns:
         submitit's job of each task; [] without jobs.

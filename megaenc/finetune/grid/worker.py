@@ -212,11 +212,11 @@ class ForkedRun(ChildProcess):
 
 
 def log_path(job: FinetuneJob) -> Path:
-    """Return the path of log.txt (stdout and stderr) in the job's results folder.
+    """Return the path of log.txt (stdout and stderr) in the job's results directory.
 
-    A job of several data sets has its log in the folder of the first one.
+    A job of several data sets has its log in the directory of the first one.
     """
-    return result_files.job_folder(job, job.evaluate_on[0].name) / LOG_FILE
+    return result_files.job_directory(job, job.evaluate_on[0].name) / LOG_FILE
 
 
 def _run_child(

@@ -1,4 +1,4 @@
-"""Fingerprints (SHA-256) of Hugging Face model folders, and checks of their files."""
+"""Fingerprints (SHA-256) of Hugging Face models, and checks of their files."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ from megaenc.errors import InputError
 from megaenc.json_files import read_json_object, read_json_or_empty
 
 FINGERPRINT_FILE = ".fingerprints.json"
-"""Name of the file in the results folder that caches fingerprints of weights."""
+"""Name of the file in the results directory that caches fingerprints of weights."""
 _REQUIRED_FILES = ("config.json", "*.safetensors", "tokenizer.json")
 _MODEL_FILES = ("config.json", "*.safetensors")
 _TOKENIZER_FILES = (
@@ -26,54 +26,60 @@ _COMPUTED_DIGESTS: dict[str, str] = {}
 """Fingerprints computed by this process, by file key (see `_compute_file_key`)."""
 
 
-def check_model_folder(folder: str) -> None:
-    """Check that a folder has the files of a Hugging Face model.
+def check_model_directory(directory: str) -> None:
+    """Check that a directory has the files of a Hugging Face model.
 
     Raises:
         InputError: config.json, weights in *.safetensors or tokenizer.json are missing, or
             config.json is unreadable.
     """
-    path = Path(folder)
+    path = Path(directory)
     if not os.path.isdir(path):  # False for a name that is too long too
         raise InputError(
-            f"--model {folder}: no such folder; expected a Hugging Face model, "
+            f"--model {directory}: no such directory; expected a Hugging Face model, "
             "as `megaenc convert to-hf` writes it, or "
-            "`hf download NAME --local-dir FOLDER` fetches it"
+            "`hf download NAME --local-dir DIRECTORY` fetches it"
         )
     if missing := [needed for needed in _REQUIRED_FILES if not _list_files(path, (needed,))]:
         raise InputError(
-            f"--model {folder}: no {missing[0]}, expected {', '.join(_REQUIRED_FILES[:-1])} "
+            f"--model {directory}: no {missing[0]}, expected {', '.join(_REQUIRED_FILES[:-1])} "
             f"and {_REQUIRED_FILES[-1]}"
         )
     read_json_object(path / "config.json", "the configuration of a model")
 
 
-def compute_model_fingerprints(folders: Sequence[str], results: str) -> list[str]:
-    """Return the SHA-256 (hex) of each model folder's config.json and weights.
+def compute_model_fingerprints(directories: Sequence[str], results: str) -> list[str]:
+    """Return the SHA-256 (hex) of each model directory's config.json and weights.
 
-    Takes about a second per gigabyte, unless a file in the folder `results` has the fingerprint for
-    files of this path, size and time: see `save_fingerprints`. This file is only read.
+    Takes about a second per gigabyte, unless a file in the directory `results` has the fingerprint
+    for files of this path, size and time: see `save_fingerprints`. This file is only read.
     """
     known = _read_fingerprint_file(results) | _COMPUTED_DIGESTS
-    marks = [_compute_file_key(folder) for folder in folders]
-    new = {mark: folder for mark, folder in zip(marks, folders, strict=True) if mark not in known}
+    marks = [_compute_file_key(directory) for directory in directories]
+    new = {
+        mark: directory
+        for mark, directory in zip(marks, directories, strict=True)
+        if mark not in known
+    }
     if not new:
         return [known[mark] for mark in marks]
     sizes = {
-        mark: sum(file.stat().st_size for file in _list_files(Path(folder), _MODEL_FILES))
-        for mark, folder in new.items()
+        mark: sum(file.stat().st_size for file in _list_files(Path(directory), _MODEL_FILES))
+        for mark, directory in new.items()
     }
     before = 0
     with ProgressLine(
         "reading the models' weights once", total=sum(sizes.values()), closing=False
     ) as line:
-        for mark, folder in new.items():
-            line.update(before, model=Path(folder).name)
+        for mark, directory in new.items():
+            line.update(before, model=Path(directory).name)
             known[mark] = _hash_files(
-                Path(folder), _MODEL_FILES, lambda done, before=before: line.update(before + done)
+                Path(directory),
+                _MODEL_FILES,
+                lambda done, before=before: line.update(before + done),
             )
             before += sizes[mark]
-            if _compute_file_key(folder) == mark:
+            if _compute_file_key(directory) == mark:
                 _COMPUTED_DIGESTS[mark] = known[mark]
     return [known[mark] for mark in marks]
 
@@ -81,7 +87,7 @@ def compute_model_fingerprints(folders: Sequence[str], results: str) -> list[str
 def save_fingerprints(results: str) -> None:
     """Add fingerprints computed by this process to .fingerprints.json in `results`.
 
-    Nothing is written if there is no such folder.
+    Nothing is written if there is no such directory.
     """
     known = _read_fingerprint_file(results)
     if Path(results).is_dir() and not _COMPUTED_DIGESTS.items() <= known.items():
@@ -98,12 +104,12 @@ def _read_fingerprint_file(results: str) -> dict[str, str]:
     }
 
 
-def _compute_file_key(folder: str) -> str:
+def _compute_file_key(directory: str) -> str:
     """Return a SHA-256 of paths, inodes, sizes and times of a model's files.
 
     Unlike mtime, ctime cannot be set.
     """
-    files = [(path, path.stat()) for path in _list_files(Path(folder), _MODEL_FILES)]
+    files = [(path, path.stat()) for path in _list_files(Path(directory), _MODEL_FILES)]
     about = [
         (str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         for path, stat in files
@@ -111,34 +117,36 @@ def _compute_file_key(folder: str) -> str:
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
-def compute_model_stamp(folder: str) -> str:
+def compute_model_stamp(directory: str) -> str:
     """Return a SHA-256 of names, sizes and mtimes of the files of model and tokenizer.
 
     Their contents are not read.
     """
     files = [
         (path.name, path.stat())
-        for path in _list_files(Path(folder), (*_MODEL_FILES, *_TOKENIZER_FILES))
+        for path in _list_files(Path(directory), (*_MODEL_FILES, *_TOKENIZER_FILES))
     ]
     return hashlib.sha256(
         str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()
     ).hexdigest()
 
 
-def compute_tokenizer_fingerprint(folder: str) -> str:
-    """Return the SHA-256 (hex) of names and contents of a folder's tokenizer files.
+def compute_tokenizer_fingerprint(directory: str) -> str:
+    """Return the SHA-256 (hex) of names and contents of a directory's tokenizer files.
 
     Files that are missing are left out.
     """
-    return _hash_files(Path(folder), _TOKENIZER_FILES)
+    return _hash_files(Path(directory), _TOKENIZER_FILES)
 
 
-def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+def _list_files(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted(
+        {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
+    )
 
 
 def _hash_files(
-    folder: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None
+    directory: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None
 ) -> str:
     """Return the SHA-256 of names and contents of the files that match `patterns`.
 
@@ -147,7 +155,7 @@ def _hash_files(
     """
     digest = hashlib.sha256()
     done = 0
-    for path in _list_files(folder, patterns):
+    for path in _list_files(directory, patterns):
         content = hashlib.sha256()
         try:
             with open(path, "rb") as stream:

@@ -1,4 +1,4 @@
-"""Loading of a Hugging Face folder as a backbone, with a test of its attention.
+"""Loading of a Hugging Face directory as a backbone, with a test of its attention.
 
 The test is numerical and finds the attention's direction.
 """
@@ -16,7 +16,7 @@ from megaenc.console import print_rank_0
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.model.backbone import AttentionDirection, Backbone, PackedTexts, pack_texts
-from megaenc.finetune.model.fingerprint import check_model_folder
+from megaenc.finetune.model.fingerprint import check_model_directory
 from megaenc.finetune.model.task_class import NativeHead, find_task_class, set_labels
 from megaenc.hf.checkpoint import HFCheckpoint
 from megaenc.hf.model import load_hf_config, load_model
@@ -31,18 +31,18 @@ adds up over layers."""
 
 
 def load_backbone(
-    folder: str,
+    directory: str,
     attention: AttentionDirection | None,
     *,
     device: torch.device | str,
     dtype: torch.dtype,
     check: Callable[[Backbone, PackedTexts], None] = lambda backbone, texts: None,
 ) -> Backbone:
-    """Return a folder's model, without head, as a tested Backbone in `dtype`.
+    """Return a directory's model, without head, as a tested Backbone in `dtype`.
 
     The test changes tokens: each state must depend on exactly the visible tokens of its text, and
-    packed states must equal padded ones. Code in the folder is never executed. Parameters that are
-    rounded keep their float32 value as the attribute `unrounded`, for the optimizer's master
+    packed states must equal padded ones. Code in the directory is never executed. Parameters that
+    are rounded keep their float32 value as the attribute `unrounded`, for the optimizer's master
     weights. The model is in eval mode. A line is printed if texts cannot be packed.
 
     Args:
@@ -51,14 +51,14 @@ def load_backbone(
             raise InputError.
 
     Raises:
-        InputError: The folder cannot be loaded, or the model fails the test.
+        InputError: The directory cannot be loaded, or the model fails the test.
     """
-    model, _ = _load_hf_model(folder, TaskFamily.IR)
-    return _build_backbone(model, folder, attention, device, dtype, check)
+    model, _ = _load_hf_model(directory, TaskFamily.IR)
+    return _build_backbone(model, directory, attention, device, dtype, check)
 
 
 def load_with_native_head(
-    folder: str,
+    directory: str,
     attention: AttentionDirection,
     family: TaskFamily,
     labels: Sequence[str],
@@ -68,7 +68,7 @@ def load_with_native_head(
     dtype: torch.dtype,
     check: Callable[[Backbone, NativeHead, PackedTexts], None] = lambda backbone, head, texts: None,
 ) -> tuple[Backbone, NativeHead]:
-    """Return the backbone and the head of a folder in transformers' class for a task.
+    """Return a directory's backbone and head in transformers' class for a task.
 
     Other arguments and errors are those of `load_backbone`. The head is float32, with new weights
     from torch's generator.
@@ -82,20 +82,25 @@ def load_with_native_head(
     Raises:
         InputError: transformers has no such class.
     """
-    model, has_pooler_weights = _load_hf_model(folder, family, labels)
+    model, has_pooler_weights = _load_hf_model(directory, family, labels)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = padding
     base = model.base_model
     head = NativeHead(model, has_pooler_weights=has_pooler_weights).to(device)
     head.reset_parameters()
     return _build_backbone(
-        base, folder, attention, device, dtype, lambda backbone, texts: check(backbone, head, texts)
+        base,
+        directory,
+        attention,
+        device,
+        dtype,
+        lambda backbone, texts: check(backbone, head, texts),
     ), head
 
 
 def _build_backbone(
     model: Any,
-    folder: str,
+    directory: str,
     attention: AttentionDirection | None,
     device: torch.device | str,
     dtype: torch.dtype,
@@ -107,7 +112,7 @@ def _build_backbone(
     model.config.use_cache = False
     backbone = Backbone(model.to(device).eval(), attention)
     with torch.no_grad():
-        _select_attention(backbone, folder)
+        _select_attention(backbone, directory)
         probe = AttentionProbe(backbone)
         check(backbone, probe.pack_probe_texts())
         reference_states = probe.compute_states()
@@ -123,40 +128,44 @@ def _build_backbone(
             problem = probe.find_16_bit_error(reference_states)
             if problem is None:
                 print_rank_0(
-                    f"{folder}: attention batches texts of equal length: "
+                    f"{directory}: attention batches texts of equal length: "
                     f"torch's variable-length kernel {kernel_problem}"
                 )
         if problem is not None:
-            raise InputError(f"--model {folder}: {problem} in {dtype}; expected --precision fp32")
+            raise InputError(
+                f"--model {directory}: {problem} in {dtype}; expected --precision fp32"
+            )
     return backbone
 
 
-def open_model_folder(folder: str) -> tuple[HFCheckpoint, Any]:
-    """Return a folder's checkpoint and transformers' config.
+def open_model_directory(directory: str) -> tuple[HFCheckpoint, Any]:
+    """Return a directory's checkpoint and transformers' config.
 
     Progress bars of transformers are disabled from then on.
 
     Raises:
-        InputError: The folder holds no model.
+        InputError: The directory holds no model.
     """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    check_model_folder(folder)
-    hf = HFCheckpoint(Path(folder), "--model")
+    check_model_directory(directory)
+    hf = HFCheckpoint(Path(directory), "--model")
     return hf, load_hf_config(hf)
 
 
-def _load_hf_model(folder: str, family: TaskFamily, labels: Sequence[str] = ()) -> tuple[Any, bool]:
+def _load_hf_model(
+    directory: str, family: TaskFamily, labels: Sequence[str] = ()
+) -> tuple[Any, bool]:
     """Load a model in transformers' class for a task family, in float32, for eval.
 
     Returns:
-        The model, without head for IR, and whether the folder has the weights of its pooler.
+        The model, without head for IR, and whether the directory has the weights of its pooler.
 
     Raises:
-        InputError: The folder has no such model, or lacks weights.
+        InputError: The directory has no such model, or lacks weights.
     """
-    hf, config = open_model_folder(folder)
+    hf, config = open_model_directory(directory)
     kind = find_task_class(config, family)
     options = {}
     prefix = ""
@@ -167,11 +176,11 @@ def _load_hf_model(folder: str, family: TaskFamily, labels: Sequence[str] = ()) 
             or not hasattr(config, "max_position_embeddings")
         ):
             raise InputError(
-                f"--model {folder}: found a {config.model_type} model, "
+                f"--model {directory}: found a {config.model_type} model, "
                 "expected an encoder or a decoder of text"
             )
         if "add_pooling_layer" in inspect.signature(kind.__init__).parameters:
-            options["add_pooling_layer"] = False  # unused, and few folders have its weights
+            options["add_pooling_layer"] = False  # unused, and few directories have its weights
     else:
         if kind is None:
             raise InputError(
@@ -190,12 +199,12 @@ def _load_hf_model(folder: str, family: TaskFamily, labels: Sequence[str] = ()) 
         some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
         problem = f"{len(missing)} weights are missing ({some})"
         raise InputError(
-            f"--model {folder}: {problem}, expected those of a {config.model_type} model"
+            f"--model {directory}: {problem}, expected those of a {config.model_type} model"
         )
     return model, not any("pooler" in name for name in report["missing_keys"])
 
 
-def _select_attention(backbone: Backbone, folder: str) -> None:
+def _select_attention(backbone: Backbone, directory: str) -> None:
     """Configure packed attention in the backbone's direction, or padded attention.
 
     Raises:
@@ -207,13 +216,13 @@ def _select_attention(backbone: Backbone, folder: str) -> None:
     # A config.json that a model can be built from may still fail in any way.
     except Exception as error:
         raise InputError(
-            f"--model {folder}: the model computes no states: {first_error_line(error)}; "
+            f"--model {directory}: the model computes no states: {first_error_line(error)}; "
             "check its config.json"
         ) from None
     if backbone.attention is None:
         if own_direction is None:
             raise InputError(
-                f"--model {folder}: its own attention is neither bidirectional nor causal; "
+                f"--model {directory}: its own attention is neither bidirectional nor causal; "
                 "choose one, --attention"
             )
         backbone.attention = own_direction
@@ -230,12 +239,14 @@ def _select_attention(backbone: Backbone, folder: str) -> None:
         backbone.compute_states, backbone.compute_padded_states
     ):
         raise InputError(
-            f"--model {folder}: found {direction or 'another'} attention in "
+            f"--model {directory}: found {direction or 'another'} attention in "
             f"{backbone.model.config.model_type}, "
             f"expected a model that supports {backbone.attention} attention "
             f"(packing is impossible: {problem}); try --attention"
         )
-    print_rank_0(f"{folder}: texts are padded in batches of similar length, not packed: {problem}")
+    print_rank_0(
+        f"{directory}: texts are padded in batches of similar length, not packed: {problem}"
+    )
 
 
 class AttentionProbe:

@@ -109,7 +109,7 @@ class NativeHead(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new weights by the class's own rule from torch's generator.
 
-        A pooler of the folder keeps its weights.
+        A pooler of the directory keeps its weights.
         """
         for module in self._new_modules:
             for parameter in module.parameters(recurse=False):

@@ -37,11 +37,11 @@ RESULTS = "results.json"
 FAILED = "failed.json"
 TIMING = "timing.json"
 KEPT_MODEL = "model"
-"""Name of the folder of a model that a grid keeps, in the run's folder."""
+"""Name of the directory of a model that a grid keeps, in the run's directory."""
 MODEL_DETAILS = "finetuning.json"
-"""Name of the file with protocol and scores in the folder of a kept model."""
+"""Name of the file with protocol and scores in the directory of a kept model."""
 
-_RUN_FOLDER = re.compile(
+_RUN_DIRECTORY = re.compile(
     r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)"
 )
 # Values that a run replaces by one that fits the model and the machine.
@@ -167,13 +167,13 @@ class Result:
         return not (self.scores_only and self.dataset in _UNSEEDED_TEST_SETS)
 
 
-def job_folder(job: FinetuneJob, dataset: str) -> Path:
-    """Return the folder of the results of `job` on the data set named `dataset`.
+def job_directory(job: FinetuneJob, dataset: str) -> Path:
+    """Return the directory of the results of `job` on the data set named `dataset`.
 
     Returns:
-        OUTPUT/MODEL/FAMILY/DATASET/RUN, with RUN as in `run_folder`.
+        OUTPUT/MODEL/FAMILY/DATASET/RUN, with RUN as in `run_directory`.
     """
-    return run_folder(
+    return run_directory(
         Path(job.output, job.model.name),
         job.family,
         dataset,
@@ -183,15 +183,15 @@ def job_folder(job: FinetuneJob, dataset: str) -> Path:
     )
 
 
-def run_folder(
+def run_directory(
     tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int
 ) -> Path:
-    """Return a run's folder `tree`/FAMILY/DATASET/lr2e-05_sd0.
+    """Return a run's directory `tree`/FAMILY/DATASET/lr2e-05_sd0.
 
     The last part is TRAINSET_lr2e-05_sd0 for IR; other families do not use `train_on`.
 
     Args:
-        tree: Folder of the model's results.
+        tree: Directory of the model's results.
         rate: Peak learning rate.
     """
     run = f"lr{format_learning_rate(rate)}_sd{seed}"
@@ -222,7 +222,7 @@ class DatasetResult:
 
 def write_result(job: FinetuneJob, result: DatasetResult) -> None:
     """Write results.json and timing.json of `job` on a data set; drop failed.json."""
-    place = job_folder(job, result.dataset)
+    place = job_directory(job, result.dataset)
     _write_json(place / TIMING, {name: round(value, 3) for name, value in result.seconds.items()})
     values = _build_identity(job, result.dataset, result.protocol) | {
         "steps": result.steps,
@@ -246,7 +246,7 @@ def write_failure(job: FinetuneJob, reason: str, *, step: int, protocol: Finetun
     """
     for dataset in job.evaluate_on:
         values = _build_identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
-        _write_json(job_folder(job, dataset.name) / FAILED, values)
+        _write_json(job_directory(job, dataset.name) / FAILED, values)
 
 
 def _build_identity(job: FinetuneJob, dataset: str, protocol: FinetuneConfig) -> dict[str, Any]:
@@ -287,11 +287,11 @@ def _format_object(fields: Mapping[str, str], indent: str) -> str:
 
 
 def remove_partial_files(job: FinetuneJob) -> None:
-    """Delete temporary files of killed runs from the job's result folders.
+    """Delete temporary files of killed runs from the job's result directories.
 
     The caller must hold the run's lock.
     """
-    for path in (job_folder(job, dataset.name) for dataset in job.evaluate_on):
+    for path in (job_directory(job, dataset.name) for dataset in job.evaluate_on):
         for file in find_stale_temp_files(
             path / RESULTS, path / FAILED, path / TIMING, path / KEPT_MODEL
         ):
@@ -308,7 +308,7 @@ def read_job_state(job: FinetuneJob, dataset: str) -> Literal["finished", "faile
         InputError: A file is malformed, or its protocol or fingerprints differ from the job's.
     """
     for name, state in ((RESULTS, "finished"), (FAILED, "failed")):
-        path = job_folder(job, dataset) / name
+        path = job_directory(job, dataset) / name
         if (values := read_fields(path)) is None:
             continue
         for field, recorded_value, value in _compare_with_file(
@@ -393,14 +393,14 @@ def _compare_with_file(
 def read_result_tree(root: str | Path) -> list[Result]:
     """Return the Result of each finished or failed run below `root`, sorted by path.
 
-    Runs are folders MODEL/FAMILY/DATASET/RUN; others, and unfinished runs, are left out. Scores of
-    single examples, gigabytes in the study's tree, are not parsed.
+    Runs are directories MODEL/FAMILY/DATASET/RUN; others, and unfinished runs, are left out. Scores
+    of single examples, gigabytes in the study's tree, are not parsed.
 
     Raises:
         InputError: There is no run, a run twice, or a file that no run wrote.
     """
     results: dict[tuple, Result] = {}
-    for path in _iterate_run_folders(Path(root)):
+    for path in _iterate_run_directories(Path(root)):
         if (result := read_result(path)) is not None:
             first = results.setdefault(
                 (path.parent, result.train_on, result.learning_rate, result.seed), result
@@ -418,8 +418,8 @@ def read_result_tree(root: str | Path) -> list[Result]:
     return list(results.values())
 
 
-def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
-    """Yield the folders `levels` below `path`, in the order of their names.
+def _iterate_run_directories(path: Path, levels: int = 4) -> Iterator[Path]:
+    """Yield the directories `levels` below `path`, in the order of their names.
 
     The default is the level of runs: MODEL/FAMILY/DATASET/RUN.
     """
@@ -429,30 +429,30 @@ def _iterate_run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
                 entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()
             )
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; expected a folder of results") from None
+        raise InputError(f"{path}: {error.strerror}; expected a directory of results") from None
     for name in names:
         try:
             name.encode()
         except UnicodeEncodeError:
             raise InputError(
-                f"{path}: holds the folder {os.fsencode(name)!r}; expected a name in UTF-8"
+                f"{path}: holds the directory {os.fsencode(name)!r}; expected a name in UTF-8"
             ) from None
         if levels == 1:
             yield path / name
         elif levels != 3 or name in list(TaskFamily):
-            yield from _iterate_run_folders(path / name, levels - 1)
+            yield from _iterate_run_directories(path / name, levels - 1)
 
 
 def read_result(path: Path) -> Result | None:
-    """Return the Result in the run folder `path`.
+    """Return the Result in the run directory `path`.
 
     Returns:
-        The Result, or None if the folder is no run's or has no result file.
+        The Result, or None if the directory is no run's or has no result file.
 
     Raises:
         InputError: A result file is malformed.
     """
-    name = _RUN_FOLDER.fullmatch(path.name)
+    name = _RUN_DIRECTORY.fullmatch(path.name)
     try:
         rate = float(name["rate"]) if name else 0
     except ValueError:

@@ -32,7 +32,7 @@ class GridSummaryConfig:
     """Options of `megaenc finetune summary`: results, metrics, intervals and output."""
 
     results: Annotated[str, Positional, arg(metavar="RESULTS")]
-    """folder of results (--output of a grid), or the study's published results"""
+    """directory of results (--output of a grid), or the study's published results"""
     metrics: Literal["paper", "standard", "both"] = "both"
     """the paper's scores, standard metrics, or both; the paper's scores choose the learning rate in
     any case"""
@@ -406,7 +406,7 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
 
 @handle_command_errors
 def summary_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune summary`: print the tables of a results folder.
+    """Run `megaenc finetune summary`: print the tables of a results directory.
 
     A file of --output gets all numbers too.
     """

@@ -203,7 +203,7 @@ def _installed_flash_versions() -> list[int]:
         # Later releases of version 2 hold a `flash_attn.cute`, too.
         installed[4] = bool(metadata.version(_FLASH_PACKAGES[4]))
     spec = util.find_spec(_FLASH_MODULES[2])
-    # Version 4 installs a folder of that name and no module.
+    # Version 4 installs a directory of that name and no module.
     installed[2] = spec is not None and spec.origin is not None
     return [version for version in _FLASH_MODULES if installed.get(version)]
 

@@ -185,19 +185,19 @@ def check_training(objective: str, options: Sequence[str]) -> list[CheckResult]:
     Returns:
         The results `layouts` and `resume`, or only a failed `layouts` if training fails.
     """
-    with tempfile.TemporaryDirectory(prefix="megaenc-objective-") as folder:
+    with tempfile.TemporaryDirectory(prefix="megaenc-objective-") as directory:
         try:
-            return _compare_runs(Path(folder), objective, tuple(options))
+            return _compare_runs(Path(directory), objective, tuple(options))
         except InputError as error:
             return [CheckResult("layouts", False, str(error))]
 
 
-def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> list[CheckResult]:
+def _compare_runs(directory: Path, objective: str, options: tuple[str, ...]) -> list[CheckResult]:
     """Return the results of `check_training`.
 
-    The corpus and the runs are in `folder`.
+    The corpus and the runs are in `directory`.
     """
-    flags = (*_FLAGS, *_write_corpus(folder))
+    flags = (*_FLAGS, *_write_corpus(directory))
     # No accelerators, and one thread each.
     environment = {
         name: value
@@ -217,7 +217,7 @@ def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> lis
 
         def run(name: str, *more: str, ranks: int = 1) -> list[dict[str, Any]]:
             """Train or resume a run on the first workers; return its rows of metrics."""
-            words = (*flags, *more, "--save", str(folder / name))
+            words = (*flags, *more, "--save", str(directory / name))
             futures = []
             for worker, variables in zip(workers, build_rank_variables(ranks), strict=False):
                 futures.append(worker.submit(_TrainingJob(objective, options, words, variables)))
@@ -230,7 +230,7 @@ def _compare_runs(folder: Path, objective: str, options: tuple[str, ...]) -> lis
                 ) from None
             return [
                 json.loads(line)
-                for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+                for line in (directory / name / "metrics.jsonl").read_text().splitlines()
             ]
 
         # The others import while the first one trains.
@@ -289,25 +289,25 @@ def _compare_layouts(single: list[dict[str, Any]], parallel: list[dict[str, Any]
     )
 
 
-def _write_corpus(folder: Path) -> tuple[str, ...]:
+def _write_corpus(directory: Path) -> tuple[str, ...]:
     """Write a tokenizer and a made-up corpus; return the flags that name them."""
     silence_libraries()
     from megaenc.data.indexed.indexed_dataset import open_writers, token_dtype
     from megaenc.data.tokenizer.tokenizer import read_vocabulary, train_tokenizer
 
     tokenizer = train_tokenizer(["made-up text"], _IDS)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(directory / "tokenizer")
     vocabulary = read_vocabulary(tokenizer)
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 150, size=_DOCUMENTS, dtype=np.int32)
     tokens = rng.choice(text_token_ids(vocabulary), size=lengths.sum())
     tokens[np.cumsum(lengths) - 1] = vocabulary.eos_id
     with open_writers(
-        [folder / "corpus.bin", folder / "corpus.idx"], token_dtype(vocabulary.size)
+        [directory / "corpus.bin", directory / "corpus.idx"], token_dtype(vocabulary.size)
     ) as [writer]:
         writer.add_documents(tokens, lengths, np.ones_like(lengths))
         writer.finish()
-    return "--data-path", str(folder / "corpus"), "--tokenizer", str(folder / "tokenizer")
+    return "--data-path", str(directory / "corpus"), "--tokenizer", str(directory / "tokenizer")
 
 
 def _wait_for_all(futures: Sequence[Future]) -> None:

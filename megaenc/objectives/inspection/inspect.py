@@ -34,7 +34,7 @@ class InspectConfig:
     prefix: Annotated[str, Positional, arg(metavar="PREFIX")]
     """Corpus: path of its .bin, .idx and .json without the extension."""
     tokenizer: str = ""
-    """Tokenizer of the corpus, a folder or Hub name; without it no pack is decoded."""
+    """Tokenizer of the corpus, a directory or Hub name; without it no pack is decoded."""
     objective: str = "mlm"
     """Objective under which the pack is shown, as written in a schedule: clm, mlm(mask=0.3)."""
     pack: Annotated[int, Bounds(low=0, below=1 << 40)] = 0

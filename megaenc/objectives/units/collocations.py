@@ -46,7 +46,8 @@ class CollocationsConfig:
     data_path: str
     """Corpus: path of its .bin, .idx and .json without the extension."""
     tokenizer: str
-    """Tokenizer of the corpus, a folder or Hub name; its special tokens are in no collocation."""
+    """Tokenizer of the corpus, a directory or Hub name; its special tokens are in no
+    collocation."""
     output: str
     """File to write, for `mlm(unit=FILE)`; must not exist."""
     count: Annotated[int, Bounds(low=8, below=1 << 30)] = 100_000

@@ -26,9 +26,9 @@ class EmbedEntry:
     """Manifest section `embed`: retrieval sets, training pairs, seeds and flags."""
 
     datasets: tuple[str, ...] = ()
-    """BEIR folders as PATH or NAME=PATH, or demo_ir, evaluated without training on them"""
+    """BEIR directories as PATH or NAME=PATH, or demo_ir, evaluated without training on them"""
     train: str = ""
-    """pairs for contrastive training (a file, SQuAD JSON or a BEIR folder); none: only the
+    """pairs for contrastive training (a file, SQuAD JSON or a BEIR directory); none: only the
     pretrained models are evaluated
     """
     seeds: Annotated[int, Bounds(low=1, high=1_000)] = 3
@@ -70,25 +70,25 @@ def build_embed_entry(
     entry = flags.replace_fields(EmbedEntry(), dict(values), source="embed")
     if not entry.datasets:
         raise InputError(
-            "embed: field `datasets`: found none, expected at least one BEIR folder, or demo_ir"
+            "embed: field `datasets`: found none, expected at least one BEIR directory, or demo_ir"
         )
     for dataset in entry.datasets:
         if parse_dataset_name(dataset)[1] is None and dataset != DEMO_SET:
             text = truncate_text(dataset, 60)
             raise InputError(
-                f"embed: field `datasets`: found {text}, expected BEIR folders as PATH or "
+                f"embed: field `datasets`: found {text}, expected BEIR directories as PATH or "
                 "NAME=PATH, or demo_ir"
             )
     for name, times in Counter(entry.names).items():
         if not _NAME.fullmatch(name):
             message = f"embed: field `datasets`: found the name {name[:60]!r}"
             raise InputError(
-                f"{message}, expected letters, digits and . _ -; name the folder with NAME=PATH"
+                f"{message}, expected letters, digits and . _ -; name the directory with NAME=PATH"
             )
         if times > 1:
             raise InputError(
-                f"embed: field `datasets`: found {name} twice, expected each once; name a folder "
-                "with NAME=PATH"
+                f"embed: field `datasets`: found {name} twice, expected each once; name a "
+                "directory with NAME=PATH"
             )
     with prefix_errors("embed"):
         entry.training.check()

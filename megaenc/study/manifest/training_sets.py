@@ -32,8 +32,8 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
     """Return a TrainingSet for each set that `grid` trains on, in order of appearance.
 
     Args:
-        data_dir: Folder of relative paths, where BEIR folders are recognized. Paths written with
-            NAME= or a slash need not exist.
+        data_dir: Directory of relative paths, where BEIR directories are recognized. Paths written
+            with NAME= or a slash need not exist.
 
     Raises:
         InputError: A data set is unknown, its name cannot be that of a directory, or two task
@@ -82,7 +82,7 @@ def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
 def dataset_result_name(dataset: str) -> str:
     """Return a data set's name in results: its own, or NAME of NAME=PATH.
 
-    A PATH without NAME has the name of its file or folder.
+    A PATH without NAME has the name of its file or directory.
     """
     return parse_dataset_name(dataset)[0]
 
@@ -109,7 +109,7 @@ def _parse_dataset(dataset: str, grid: GridConfig, data_dir: Path) -> tuple[str,
                     f"finetune: field `datasets`: found {truncate_text(dataset)}; {hint}"
                 )
         family = grid.data.task or (
-            "IR" if os.path.isdir(path) and beir.is_beir_folder(path) else ""
+            "IR" if os.path.isdir(path) and beir.is_beir_directory(path) else ""
         )
     if family != TaskFamily.IR:
         return name, family, name

@@ -37,11 +37,11 @@ def check_report_dir(output: Path) -> set[str]:
     try:
         for name in ("", TABLES, FIGURES, PAGE, FILES):
             path = output / name
-            is_folder = name not in (PAGE, FILES)
+            is_directory = name not in (PAGE, FILES)
             if path.is_symlink() or (
-                path.exists() and not (path.is_dir() if is_folder else path.is_file())
+                path.exists() and not (path.is_dir() if is_directory else path.is_file())
             ):
-                expected = "directory" if is_folder else "regular file"
+                expected = "directory" if is_directory else "regular file"
                 raise InputError(
                     f"--output {path}: found a link or another kind of file, expected a {expected}"
                 )
@@ -89,8 +89,8 @@ def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection
         output.mkdir(parents=True, exist_ok=True)
         # first, so that a killed attempt can be repeated
         _write_file_list(output, {*earlier, *names})
-        for folder in (output / TABLES, output / FIGURES):
-            folder.mkdir(exist_ok=True)
+        for directory in (output / TABLES, output / FIGURES):
+            directory.mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"--output {output}: cannot be created: {error.strerror}") from None
 

@@ -75,8 +75,8 @@ class TrainedRun:
         return kinds.get(tuple(sorted(names)), "other")
 
 
-def read_runs(folder: Path) -> dict[str, TrainedRun]:
-    """Read the run directories in `folder` that have a logged step.
+def read_runs(directory: Path) -> dict[str, TrainedRun]:
+    """Read the run directories in `directory` that have a logged step.
 
     Others are left out.
 
@@ -87,10 +87,10 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
         InputError: The directory cannot be read or has no such run, or a file is invalid.
     """
     try:
-        run_dirs = sorted(path for path in folder.iterdir() if (path / RUN_FILE).is_file())
+        run_dirs = sorted(path for path in directory.iterdir() if (path / RUN_FILE).is_file())
     except OSError as error:
         raise InputError(
-            f"--runs {folder}: {error.strerror}; expected a directory of run directories"
+            f"--runs {directory}: {error.strerror}; expected a directory of run directories"
         ) from None
     runs = {}
     for path in run_dirs:
@@ -104,8 +104,8 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
             )
     if not runs:
         raise InputError(
-            f"--runs {folder}: holds no run with a step, expected folders with {RUN_FILE} and "
-            f"{METRICS_FILE}"
+            f"--runs {directory}: holds no run with a step, expected directories with {RUN_FILE} "
+            f"and {METRICS_FILE}"
         )
     return runs
 

@@ -108,12 +108,14 @@ def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:
     ]
 
 
-def raw(folder: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "normal") -> Evidence:
-    """Read the study's raw results in `folder` on its twelve averaged data sets.
+def raw(
+    directory: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "normal"
+) -> Evidence:
+    """Read the study's raw results in `directory` on its twelve averaged data sets.
 
     Raises:
         InputError: There are no results, or none has the metric.
     """
     return build_evidence(
-        drop_unprinted_results(read_result_tree(folder)), parse_model_name, metric, kind
+        drop_unprinted_results(read_result_tree(directory)), parse_model_name, metric, kind
     )

@@ -127,14 +127,14 @@ class ZeroShotResults:
         return f"Zero-shot scores are missing, of models (scores so far): {', '.join(incomplete)}."
 
 
-def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotResults | None:
+def read_zero_shot(directory: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotResults | None:
     """Read the evaluations of the models, data sets and seeds in `scope`.
 
     Without a manifest (no model in `scope`), all evaluations count. Unreadable files count as
     missing.
 
     Args:
-        folder: STUDY/embed.
+        directory: STUDY/embed.
 
     Returns:
         The results; None without any.
@@ -144,7 +144,7 @@ def read_zero_shot(folder: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShotRes
     pretrained: dict[Place, QueryScores] = {}
     trained: dict[Place, dict[int, QueryScores]] = {}
     baselines: dict[Place, QueryScores] = {}
-    for file in sorted(folder.glob("*/*.json")):
+    for file in sorted(directory.glob("*/*.json")):
         model = file.parent.name
         seed = _SEED_FILE.fullmatch(file.stem)
         is_planned = not scope.model_keys or (

@@ -300,7 +300,7 @@ def resolve_study_dir(output: str, command: str) -> Path:
         )
     study = Path(output).absolute()
     try:
-        nearest = next(folder for folder in (study, *study.parents) if folder.exists())
+        nearest = next(directory for directory in (study, *study.parents) if directory.exists())
     except OSError as error:
         raise InputError(
             f"--output {output}: {error.strerror}; expected the study directory"

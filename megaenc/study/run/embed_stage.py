@@ -45,8 +45,8 @@ class EmbedData:
     demo_folder: str
 
     @cached_property
-    def folders(self) -> dict[str, Path]:
-        """Return the BEIR folder of each retrieval set by name."""
+    def directories(self) -> dict[str, Path]:
+        """Return the BEIR directory of each retrieval set by name."""
         paths = {
             name: parse_dataset_name(text)[1]
             for name, text in zip(self.entry.names, self.entry.datasets, strict=True)
@@ -60,7 +60,7 @@ class EmbedData:
 
     @property
     def demo(self) -> Path | None:
-        """Return the folder of demo_ir; None if the manifest does not name it.
+        """Return the directory of demo_ir; None if the manifest does not name it.
 
         The study builds this set.
         """
@@ -74,9 +74,9 @@ class EmbedData:
     def fingerprints(self) -> dict[str, str]:
         """Return the fingerprint of each retrieval set that can be read, by name; cached."""
         fingerprints = {}
-        for name, folder in self.folders.items():
+        for name, directory in self.directories.items():
             with contextlib.suppress(InputError):
-                fingerprints[name] = compute_test_fingerprint(folder)
+                fingerprints[name] = compute_test_fingerprint(directory)
         return fingerprints
 
 
@@ -127,12 +127,13 @@ class EmbedStage(StageRunner):
 
     @property
     def models(self) -> dict[str, Path]:
-        """Return the folder of each evaluated model by name: pretrained, seed-0, ...
+        """Return the directory of each evaluated model by name: pretrained, seed-0, ...
 
         The names are those in the evaluations.
         """
         trained = {
-            f"seed-{seed}": self.folder / f"seed-{seed}" for seed in self.data.entry.training_seeds
+            f"seed-{seed}": self.directory / f"seed-{seed}"
+            for seed in self.data.entry.training_seeds
         }
         return {PRETRAINED: self.study / "hf" / self.name, **trained}
 
@@ -142,10 +143,12 @@ class EmbedStage(StageRunner):
         The bytes are left out before the pairs exist. Nothing is written once a training has
         finished, or if the stage trains no model.
         """
-        trained = [folder for name, folder in self.models.items() if name != PRETRAINED]
-        if trained and not any((folder / TRAINING_DETAILS).is_file() for folder in trained):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(self.folder / _PAIRS, json.dumps(self._describe_pairs(), indent=1) + "\n")
+        trained = [directory for name, directory in self.models.items() if name != PRETRAINED]
+        if trained and not any((directory / TRAINING_DETAILS).is_file() for directory in trained):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            atomic_write(
+                self.directory / _PAIRS, json.dumps(self._describe_pairs(), indent=1) + "\n"
+            )
 
     def _describe_pairs(self) -> dict[str, Any]:
         """Return the name of the pairs, and their size in bytes.
@@ -164,22 +167,22 @@ class EmbedStage(StageRunner):
         demo = self.data.demo
         if demo is not None and not os.path.isdir(demo) and not self.is_done():
             commands.append(megaenc_command("finetune", "demo", "--output", str(demo.parent)))
-        for seed, (name, folder) in enumerate(self.models.items(), -1):
+        for seed, (name, directory) in enumerate(self.models.items(), -1):
             if self._is_evaluated(name):
                 continue
-            if name != PRETRAINED and not (folder / TRAINING_DETAILS).is_file():
+            if name != PRETRAINED and not (directory / TRAINING_DETAILS).is_file():
                 paths = {
                     "model": self.study / "hf" / self.name,
                     "data": self.data.pairs,
-                    "output": folder,
+                    "output": directory,
                     "seed": seed,
                 }
                 commands.append(
                     megaenc_command("embed", "train", *format_flags({**paths, **self.flags}))
                 )
             evaluation = {
-                "model": f"{name}={folder}",
-                "data": [f"{dataset}={path}" for dataset, path in self.data.folders.items()],
+                "model": f"{name}={directory}",
+                "data": [f"{dataset}={path}" for dataset, path in self.data.directories.items()],
                 "output": self._file(name),
                 # The file may lack scores, such as those of a set added to the manifest.
                 "overwrite": True,
@@ -192,7 +195,7 @@ class EmbedStage(StageRunner):
     def _rules(self, name: str) -> dict[str, Any]:
         """Return the flags of an evaluation.
 
-        A trained model's folder has its own attention, length and prefixes.
+        A trained model's directory has its own attention, length and prefixes.
         """
         given = RULES if name == PRETRAINED else ("precision",)
         return {rule: self.flags[rule] for rule in given if rule in self.flags}
@@ -203,7 +206,7 @@ class EmbedStage(StageRunner):
 
     def _file(self, name: str) -> Path:
         """Return the path of a model's evaluation."""
-        return self.folder / f"{name}.json"
+        return self.directory / f"{name}.json"
 
     def _is_evaluated(self, name: str) -> bool:
         """Return whether a model's evaluation has the scores of every data set.
@@ -214,7 +217,9 @@ class EmbedStage(StageRunner):
         if evaluation is None:
             return False
         needed = [name, "BM25"] if self._needs_bm25(name) else [name]
-        return all(evaluation.datasets_of(model) >= self.data.folders.keys() for model in needed)
+        return all(
+            evaluation.datasets_of(model) >= self.data.directories.keys() for model in needed
+        )
 
     def progress(self) -> tuple[float, float]:
         """Return the numbers of finished evaluations and of all evaluations.
@@ -234,15 +239,17 @@ class EmbedStage(StageRunner):
             if self._is_evaluated(name)
         }
         fingerprints = {}
-        for name, folder in self.models.items():
+        for name, directory in self.models.items():
             if name in evaluations:
                 fingerprints[name] = _read_fingerprints(
-                    folder, evaluations[name].fingerprints.get(name, {})
+                    directory, evaluations[name].fingerprints.get(name, {})
                 )
-            elif name == PRETRAINED and self.folder.is_dir():
-                fingerprints[name] = _read_fingerprints(folder, {})
+            elif name == PRETRAINED and self.directory.is_dir():
+                fingerprints[name] = _read_fingerprints(directory, {})
         if self.run_count:
-            self._compare(_PAIRS, read_json_or_empty(self.folder / _PAIRS), self._describe_pairs())
+            self._compare(
+                _PAIRS, read_json_or_empty(self.directory / _PAIRS), self._describe_pairs()
+            )
         for seed in self.data.entry.training_seeds:
             self._check_training(seed, fingerprints.get(PRETRAINED, {}))
         for name, evaluation in evaluations.items():
@@ -258,7 +265,7 @@ class EmbedStage(StageRunner):
         `origin`.
         """
         name = f"seed-{seed}"
-        recorded = read_json_or_empty(self.folder / name / TRAINING_DETAILS)
+        recorded = read_json_or_empty(self.directory / name / TRAINING_DETAILS)
         planned = flags.flatten(self.data.entry.training) | {"seed": seed}
         # Those of an export.
         defaults = {
@@ -286,7 +293,7 @@ class EmbedStage(StageRunner):
         difference = describe_difference(values, {key: current[key] for key in values})
         if difference:
             raise StaleArtifactError(
-                self.folder, f"made with other settings: embed: {difference} ({name})"
+                self.directory, f"made with other settings: embed: {difference} ({name})"
             )
 
 
@@ -296,18 +303,18 @@ def _get_object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _read_fingerprints(folder: Path, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_fingerprints(directory: Path, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the fingerprints of a model and its tokenizer; {} if there is none.
 
     If the files have the recorded sizes and times, the `recorded` fingerprints are returned without
     reading the weights.
     """
-    if not (folder / "config.json").is_file():
+    if not (directory / "config.json").is_file():
         return {}
-    stamp = compute_model_stamp(str(folder))
+    stamp = compute_model_stamp(str(directory))
     if recorded.get("stamp") == stamp:
         return {name: value for name, value in recorded.items() if name != "stamp"}
-    return fingerprint_model(str(folder), str(folder.parent), stamp)
+    return fingerprint_model(str(directory), str(directory.parent), stamp)
 
 
 def check_embed_data(stages: Sequence[StageRunner], manifest: str) -> None:
@@ -320,15 +327,15 @@ def check_embed_data(stages: Sequence[StageRunner], manifest: str) -> None:
     """
     remaining = [stage for stage in stages if isinstance(stage, EmbedStage) and not stage.is_done()]
     for data in [stage.data for stage in remaining][:1]:  # all stages read the same
-        for name, folder in data.folders.items():
+        for name, directory in data.directories.items():
             # Unlike Path's, os.path.isdir is False for a name that is too long.
-            if folder != data.demo and not os.path.isdir(folder):
+            if directory != data.demo and not os.path.isdir(directory):
                 place = f"{manifest}: embed: field `datasets`: {name}"
                 raise InputError(
-                    f"{place}: {folder}: no such folder; expected BEIR's layout (see --data)"
+                    f"{place}: {directory}: no such directory; expected BEIR's layout (see --data)"
                 )
         if data.entry.train and data.pairs != data.demo and not os.path.exists(data.pairs):
             place = f"{manifest}: embed: field `train`: {data.pairs}"
             raise InputError(
-                f"{place}: no such file or folder; expected pairs to train on (see --data)"
+                f"{place}: no such file or directory; expected pairs to train on (see --data)"
             )

@@ -133,7 +133,7 @@ class FinetuneStage(StageRunner):
             return []
         flags = {
             "model": self._export,
-            "output": self.folder.parent,
+            "output": self.directory.parent,
             "jobs": self.jobs,
             "demo_folder": self.data.flags.demo_folder,
             **choose_study_texts(self.flags),
@@ -155,7 +155,7 @@ class FinetuneStage(StageRunner):
 
     def _result_files(self) -> list[Path]:
         """Return the path of results.json or failed.json of each run that has one."""
-        if not self.folder.is_dir():
+        if not self.directory.is_dir():
             return []
         results = []
         families = [self.training.family] if self.training.family else TaskFamily
@@ -164,10 +164,12 @@ class FinetuneStage(StageRunner):
             self.training.datasets, rates, range(self.flags["seeds"])
         ):
             run = (dataset, self.training.train_on, rate, seed)
-            folders = [result_files.run_folder(self.folder, family, *run) for family in families]
+            directories = [
+                result_files.run_directory(self.directory, family, *run) for family in families
+            ]
             candidates = (
-                folder / name
-                for folder in folders
+                directory / name
+                for directory in directories
                 for name in (result_files.RESULTS, result_files.FAILED)
             )
             results += [file for file in candidates if file.is_file()][:1]
@@ -183,7 +185,7 @@ class FinetuneStage(StageRunner):
         if files and (self._export / "config.json").is_file():
             model = str(self._export)
             model_fingerprints = fingerprint_model(
-                model, str(self.folder.parent), compute_model_stamp(model)
+                model, str(self.directory.parent), compute_model_stamp(model)
             )
         for file in files:
             fingerprints = {
@@ -192,22 +194,22 @@ class FinetuneStage(StageRunner):
             }
             difference = result_files.find_protocol_difference(file, self.protocol, fingerprints)
             if difference:
-                place = file.relative_to(self.folder)
+                place = file.relative_to(self.directory)
                 raise StaleArtifactError(
-                    self.folder, f"made with other settings: finetune: {difference} ({place})"
+                    self.directory, f"made with other settings: finetune: {difference} ({place})"
                 )
 
 
 @functools.lru_cache(maxsize=10_000)
-def fingerprint_model(folder: str, results: str, stamp: str) -> dict[str, str]:
+def fingerprint_model(directory: str, results: str, stamp: str) -> dict[str, str]:
     """Return the fingerprints of a model and its tokenizer.
 
     They are read once in this process for all stages of the model.
 
     Args:
-        folder: Directory of the model.
+        directory: Directory of the model.
         results: Directory of results, as for `compute_model_fingerprints`.
         stamp: Text that tells versions of the model's files apart.
     """
-    [weights] = compute_model_fingerprints([folder], results)
-    return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(folder)}
+    [weights] = compute_model_fingerprints([directory], results)
+    return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(directory)}

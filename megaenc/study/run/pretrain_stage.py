@@ -113,7 +113,7 @@ class PretrainStage(StageRunner):
             **self._step_flags,
             "save_steps": list(self.checkpoint_steps),
             "keep_last": 1,
-            "save": str(self.folder),
+            "save": str(self.directory),
             **self.data_flags,
             **starts[self.start],
         }
@@ -131,7 +131,7 @@ class PretrainStage(StageRunner):
     @property
     def _parent(self) -> Path:
         """Return the parent's run directory; the run's own if it has no parent."""
-        return self.folder.with_name(self.parent) if self.parent else self.folder
+        return self.directory.with_name(self.parent) if self.parent else self.directory
 
     def remaining_commands(self) -> list[list[str]]:
         """Return the command line of `megaenc pretrain` unless the run has ended.
@@ -151,7 +151,7 @@ class PretrainStage(StageRunner):
 
     def is_done(self) -> bool:
         """Return whether the last step's checkpoint is complete and the run's latest."""
-        checkpoints = CheckpointDir(self.folder / "checkpoints")
+        checkpoints = CheckpointDir(self.directory / "checkpoints")
         return (
             checkpoints.is_complete(self.model.steps)
             and checkpoints.tracked_step() == self.model.steps
@@ -164,14 +164,14 @@ class PretrainStage(StageRunner):
         """
         if self.is_done():
             return self.steps, self.steps
-        return max(0, _read_last_step(self.folder / METRICS_FILE) - self.branch_step), self.steps
+        return max(0, _read_last_step(self.directory / METRICS_FILE) - self.branch_step), self.steps
 
     def check(self) -> None:
         """Raise StaleArtifactError if the run had other flags, parent or data.
 
         They are compared with its run.json; a run without one passes.
         """
-        run_file = self.folder / RUN_FILE
+        run_file = self.directory / RUN_FILE
         if not run_file.exists():
             return
         metadata, start = read_run_metadata(run_file)
@@ -179,13 +179,13 @@ class PretrainStage(StageRunner):
         planned = {name: value for name, value in self._identity().items() if name in identity}
         difference = describe_difference({name: identity[name] for name in planned}, planned)
         if difference:
-            raise manifest_mismatch(self.folder, difference)
+            raise manifest_mismatch(self.directory, difference)
         self._check_start(start)
         for name, fingerprint in self._data_fingerprints().items():
             if fingerprint != identity.get(name, fingerprint):
                 data_path = " ".join(self.flags["data_path"])
                 raise StaleArtifactError(
-                    self.folder, f"trained with another {name} than that of {data_path} now"
+                    self.directory, f"trained with another {name} than that of {data_path} now"
                 )
 
     def _check_start(self, start: RunInit) -> None:
@@ -203,12 +203,12 @@ class PretrainStage(StageRunner):
         is_same_run = start.kind == planned.kind and Path(start.run).name == planned.run
         if not is_same_run or start.step != planned.step:
             raise manifest_mismatch(
-                self.folder,
+                self.directory,
                 f"the run began {start.describe()}, now it would begin {planned.describe()}",
             )
         if parent is not None and (start.at, start.parent) != (at, identity_digest(parent)):
             raise StaleArtifactError(
-                self.folder, f"began with another {self.parent} than {self._parent} is now"
+                self.directory, f"began with another {self.parent} than {self._parent} is now"
             )
 
     def _data_fingerprints(self) -> dict[str, str]:
@@ -248,7 +248,7 @@ class PretrainStage(StageRunner):
 
     def _read_training_tokens(self) -> list[int] | None:
         """Return the training tokens of each corpus in run.json; None if it has none."""
-        rows = read_json_or_empty(self.folder / RUN_FILE).get("reading")
+        rows = read_json_or_empty(self.directory / RUN_FILE).get("reading")
         try:
             return [int(row["tokens"]) for row in rows]
         except (TypeError, KeyError, ValueError):

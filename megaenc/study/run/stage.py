@@ -79,7 +79,7 @@ class StageRunner:
         return f"{self.kind}/{self.name}"
 
     @property
-    def folder(self) -> Path:
+    def directory(self) -> Path:
         """Return the path of the stage's output directory: study / subfolder / name."""
         return self.study / self.subfolder / self.name
 
@@ -184,22 +184,25 @@ class StaleArtifactError(InputError):
     """
 
     def __init__(
-        self, folder: Path, reason: str, remove: str = "that directory and everything made from it"
+        self,
+        directory: Path,
+        reason: str,
+        remove: str = "that directory and everything made from it",
     ) -> None:
         super().__init__(
-            f"{folder}: {reason}; undo the change, remove {remove}, or choose another --output"
+            f"{directory}: {reason}; undo the change, remove {remove}, or choose another --output"
         )
-        self.folder = folder
+        self.directory = directory
         self.reason = reason
 
 
-def manifest_mismatch(folder: Path, difference: str) -> StaleArtifactError:
+def manifest_mismatch(directory: Path, difference: str) -> StaleArtifactError:
     """Return the error for a directory that was made from another manifest.
 
     Args:
         difference: Field and both values.
     """
-    return StaleArtifactError(folder, f"made from another manifest: {difference}")
+    return StaleArtifactError(directory, f"made from another manifest: {difference}")
 
 
 def check_stages(
@@ -223,14 +226,14 @@ def check_stages(
             for other in all_stages.values():  # in topological order
                 if stale.intersection(other.needs):
                     stale.add(other.id)
-            folders = [
-                other.folder
+            directories = [
+                other.directory
                 for id, other in all_stages.items()
-                if id in stale and other.folder.exists()
+                if id in stale and other.directory.exists()
             ]
-            names = " ".join(str(folder.relative_to(study)) for folder in folders)
+            names = " ".join(str(directory.relative_to(study)) for directory in directories)
             raise StaleArtifactError(
-                error.folder, error.reason, f"all that depends on it ({names})"
+                error.directory, error.reason, f"all that depends on it ({names})"
             ) from None
 
 
@@ -276,12 +279,12 @@ class CorpusStage(StageRunner):
     @property
     def prefix(self) -> Path:
         """Return the prefix of the corpus's files, as `megaenc preprocess` takes it."""
-        return self.folder / "corpus"
+        return self.directory / "corpus"
 
     @property
     def tokenizer(self) -> Path:
         """Return the directory of the tokenizer."""
-        return self.folder / "tokenizer"
+        return self.directory / "tokenizer"
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -295,11 +298,11 @@ class CorpusStage(StageRunner):
         Returns:
             Arguments by the path that the command writes last.
         """
-        demo = self.folder / "corpus.jsonl"
+        demo = self.directory / "corpus.jsonl"
         text = self.text or (demo,)
         commands = {}
         if self.demo:
-            commands[demo] = ("demo", "--output", str(self.folder))
+            commands[demo] = ("demo", "--output", str(self.directory))
         flags = {"input": text, "vocab_size": self.vocab_size, "output": self.tokenizer}
         commands[self.tokenizer] = ("tokenizer", *format_flags(flags))
         flags = {
@@ -318,8 +321,10 @@ class CorpusStage(StageRunner):
         Once a command is done, nothing is written.
         """
         if not self.progress()[0]:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(self.folder / CORPUS_REQUEST, json.dumps(self._request(), indent=1) + "\n")
+            self.directory.mkdir(parents=True, exist_ok=True)
+            atomic_write(
+                self.directory / CORPUS_REQUEST, json.dumps(self._request(), indent=1) + "\n"
+            )
 
     def remaining_commands(self) -> list[list[str]]:
         """Return the command lines, in order, whose output does not exist."""
@@ -347,7 +352,7 @@ class CorpusStage(StageRunner):
 
         It passes without the file. Sizes of text are compared only if both are known.
         """
-        file = self.folder / CORPUS_REQUEST
+        file = self.directory / CORPUS_REQUEST
         request = self._request()
         if not file.exists():
             return
@@ -359,11 +364,11 @@ class CorpusStage(StageRunner):
         ]
         difference = describe_difference(*names)
         if difference:
-            raise manifest_mismatch(self.folder, f"corpus: {difference}")
+            raise manifest_mismatch(self.directory, f"corpus: {difference}")
         for (name, before), (_, now) in zip(recorded["text"], request["text"], strict=True):
             if None not in (before, now) and before != now:
                 raise manifest_mismatch(
-                    self.folder, f"corpus: {name} had {before:,} bytes, has {now:,} now"
+                    self.directory, f"corpus: {name} had {before:,} bytes, has {now:,} now"
                 )
 
 
@@ -403,11 +408,11 @@ class ExportStage(StageRunner):
     @property
     def _certificate(self) -> Path:
         """Return the path of the certificate, in a directory that appears atomically."""
-        return self.folder / "conversion.json"
+        return self.directory / "conversion.json"
 
     def remaining_commands(self) -> list[list[str]]:
         """Return the command line of `megaenc convert to-hf` unless the export exists."""
-        flags = {"load": self._run, "ckpt_step": self.step, "output": self.folder}
+        flags = {"load": self._run, "ckpt_step": self.step, "output": self.directory}
         return [] if self.is_done() else [megaenc_command("convert", "to-hf", *format_flags(flags))]
 
     def progress(self) -> tuple[float, float]:
@@ -429,10 +434,12 @@ class ExportStage(StageRunner):
         identity = read_identity(self._run)
         export_step = certificate.get("step", self.step)
         if export_step != self.step:
-            raise manifest_mismatch(self.folder, f"step is {export_step} there, {self.step} here")
+            raise manifest_mismatch(
+                self.directory, f"step is {export_step} there, {self.step} here"
+            )
         if "identity" not in certificate or (
             identity is not None and certificate["identity"] != identity_digest(identity)
         ):
             raise StaleArtifactError(
-                self.folder, f"made from another {self.run} than {self._run} is now"
+                self.directory, f"made from another {self.run} than {self._run} is now"
             )

@@ -73,8 +73,8 @@ class TensorBoardLogger:
     file, must be called before the other methods.
     """
 
-    def __init__(self, folder: str, run: str, config: dict[str, Any]):
-        """Claim the directory `folder` for the run with the digest `run`.
+    def __init__(self, directory: str, run: str, config: dict[str, Any]):
+        """Claim the directory `directory` for the run with the digest `run`.
 
         The directory is created if missing.
 
@@ -84,15 +84,15 @@ class TensorBoardLogger:
         Raises:
             InputError: Another run has written to it.
         """
-        marker = Path(folder) / TENSORBOARD_RUN
+        marker = Path(directory) / TENSORBOARD_RUN
         if marker.exists() and marker.read_text(encoding="utf-8").strip() != run:
             raise InputError(
-                f"--tensorboard-dir {folder}: holds the events of another run, expected a "
+                f"--tensorboard-dir {directory}: holds the events of another run, expected a "
                 "separate directory"
             )
         marker.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(marker, run + "\n")
-        self._folder = folder
+        self._directory = directory
         self._config = config
         self._writer = None
         self._texts: dict[str, str] = {}
@@ -106,7 +106,7 @@ class TensorBoardLogger:
 
         if self._writer:
             self._writer.close()
-        self._writer = SummaryWriter(self._folder, purge_step=step + 1)
+        self._writer = SummaryWriter(self._directory, purge_step=step + 1)
         self._texts = {}
         lines = yaml.safe_dump(self._config, sort_keys=False).splitlines()
         # Indented lines are code in Markdown.
@@ -162,8 +162,8 @@ class WandbLogger:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        folder = Path(monitoring.wandb_save_dir or save)
-        folder.mkdir(parents=True, exist_ok=True)
+        directory = Path(monitoring.wandb_save_dir or save)
+        directory.mkdir(parents=True, exist_ok=True)
 
         def init_run(mode: str | None):
             return wandb.init(
@@ -172,7 +172,7 @@ class WandbLogger:
                 name=monitoring.wandb_exp_name or Path(save or ".").resolve().name,
                 id=run_id,
                 resume="allow" if mode is None else None,
-                dir=folder,
+                dir=directory,
                 config=config,
                 mode=mode,
                 settings=wandb.Settings(
@@ -188,7 +188,7 @@ class WandbLogger:
         elif not wandb.api.api_key:  # init would prompt for one
             self._run = init_run("offline")
             print_rank_0(
-                f"Weights & Biases: no API key (wandb login); logging to {folder / 'wandb'}, "
+                f"Weights & Biases: no API key (wandb login); logging to {directory / 'wandb'}, "
                 "`wandb sync` uploads it"
             )
         else:
@@ -198,7 +198,7 @@ class WandbLogger:
                 wandb.teardown()  # releases the id
                 self._run = init_run("offline")
                 print_rank_0(
-                    f"Weights & Biases: {format_error(error)}; logging to {folder / 'wandb'}, "
+                    f"Weights & Biases: {format_error(error)}; logging to {directory / 'wandb'}, "
                     "`wandb sync` uploads it"
                 )
         self._run.define_metric("*", step_metric="step")

@@ -38,7 +38,7 @@ class Profiler(Callback):
         self._is_profiled = dist.get_rank() in monitoring.profile_ranks and start_step < self._last
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no messages at start and stop
         self._host = trainer.backend.is_cpu
-        self._folder = Path(trainer.plan.settings.output.save) / PROFILE_DIR
+        self._directory = Path(trainer.plan.settings.output.save) / PROFILE_DIR
         self._running: profile | None = None
         self._step = start_step
         if start_step >= self._last:
@@ -80,17 +80,17 @@ class Profiler(Callback):
             sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=60
         )
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
-            trace = self._folder / f".{name}.json.gz"
+            self._directory.mkdir(parents=True, exist_ok=True)
+            (self._directory / f"{name}.txt").write_text(table, encoding="utf-8")
+            trace = self._directory / f".{name}.json.gz"
             finished.export_chrome_trace(str(trace))
-            trace.rename(self._folder / f"{name}.json.gz")
+            trace.rename(self._directory / f"{name}.json.gz")
             print_rank_0(
-                f"--profile: {self._folder / name}.json.gz is the trace "
+                f"--profile: {self._directory / name}.json.gz is the trace "
                 "(https://ui.perfetto.dev), the .txt next to it the table"
             )
         except OSError as error:
             print_rank_0(
-                f"--profile: {self._folder / name}: cannot be written: {error.strerror}; the run "
-                "continues without it"
+                f"--profile: {self._directory / name}: cannot be written: {error.strerror}; the "
+                "run continues without it"
             )

@@ -94,19 +94,19 @@ class StoredChunk:
 _CHUNK_FIELDS = {field.name for field in fields(StoredChunk)}
 
 
-def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
+def write_chunks(directory: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
     """Write and sync the chunks of `rank`, and an index of them.
 
     Each rank calls it, also without chunks, for which only the index is written. `publish_chunks`
     reads the index.
 
     Args:
-        folder: Directory of the checkpoint, which exists.
+        directory: Directory of the checkpoint, which exists.
 
     Raises:
         OSError: A file cannot be written.
     """
-    file = folder / f"__{rank}_0.distcp"
+    file = directory / f"__{rank}_0.distcp"
     places = []
     digests: Digests = {}
     if chunks:
@@ -125,18 +125,18 @@ def write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> No
     index = {"files": digests, "chunks": []}
     for chunk, place in zip(chunks, places, strict=True):
         index["chunks"].append(asdict(_describe_chunk(chunk, file, *place)))
-    with open(_rank_index(folder, rank), "w") as stream:
+    with open(_rank_index(directory, rank), "w") as stream:
         json.dump(index, stream)
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def _rank_index(folder: Path, rank: int) -> Path:
+def _rank_index(directory: Path, rank: int) -> Path:
     """Return the path of the index of the chunks of `rank`.
 
     The file is there until the checkpoint is published.
     """
-    return folder / f"__{rank}_0.json"
+    return directory / f"__{rank}_0.json"
 
 
 def _box_shape(chunk: ShardedTensor) -> tuple[int, ...]:
@@ -166,14 +166,14 @@ def _describe_chunk(
     )
 
 
-def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
+def publish_chunks(directory: Path, ranks: int, optimizer_step: int) -> Digests:
     """Check the chunks of all `ranks` and write their index.
 
     One rank calls it, once all have written. It also writes the other PUBLISHED_FILES, for torch's
     and megatron-core's readers, and deletes the indexes of the ranks.
 
     Args:
-        folder: Directory of the checkpoint.
+        directory: Directory of the checkpoint.
         ranks: Number of ranks that have written.
         optimizer_step: Number of updates made.
 
@@ -186,7 +186,7 @@ def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
         InputError: The index is larger than a load would read.
     """
     with ThreadPoolExecutor(_INDEX_READERS) as pool:
-        texts = pool.map(lambda rank: _rank_index(folder, rank).read_bytes(), range(ranks))
+        texts = pool.map(lambda rank: _rank_index(directory, rank).read_bytes(), range(ranks))
         indexes = [json.loads(text) for text in texts]
     digests = {name: digest for index in indexes for name, digest in index["files"].items()}
     entries = [entry for index in indexes for entry in index["chunks"]]
@@ -196,20 +196,24 @@ def publish_chunks(folder: Path, ranks: int, optimizer_step: int) -> Digests:
     content = json.dumps({"optimizer_step": optimizer_step, "chunks": entries}).encode()
     if len(content) > MAX_TEXT:  # no load would read it
         raise InputError(
-            f"{folder / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}; save "
-            "on fewer ranks"
+            f"{directory / INDEX_FILE}: {len(content):,} bytes, expected at most {MAX_TEXT:,}; "
+            "save on fewer ranks"
         )
-    (folder / INDEX_FILE).write_bytes(content)
-    _write_metadata(folder, chunks)
-    with open(folder / "common.pt", "wb") as stream:
+    (directory / INDEX_FILE).write_bytes(content)
+    _write_metadata(directory, chunks)
+    with open(directory / "common.pt", "wb") as stream:
         torch.save({"optimizer": {"param_groups": [{"step": optimizer_step}]}}, stream)
-    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
     with ThreadPoolExecutor(_INDEX_READERS) as pool:
-        list(pool.map(lambda rank: _rank_index(folder, rank).unlink(missing_ok=True), range(ranks)))
+        list(
+            pool.map(
+                lambda rank: _rank_index(directory, rank).unlink(missing_ok=True), range(ranks)
+            )
+        )
     return digests
 
 
-def _write_metadata(folder: Path, chunks: Sequence[StoredChunk]) -> None:
+def _write_metadata(directory: Path, chunks: Sequence[StoredChunk]) -> None:
     """Write the index of `chunks` for torch's and megatron-core's readers."""
     tensors = {}
     storage = {}
@@ -226,7 +230,7 @@ def _write_metadata(folder: Path, chunks: Sequence[StoredChunk]) -> None:
             place = filesystem._StorageInfo(each.file, each.archive_start, each.archive_bytes)
             storage[dcp.MetadataIndex(key, box.offsets)] = place
     metadata = dcp.Metadata(tensors, storage_data=storage, version=filesystem.CURRENT_DCP_VERSION)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def check_coverage(chunks: Sequence[StoredChunk]) -> None:
@@ -261,20 +265,20 @@ def check_coverage(chunks: Sequence[StoredChunk]) -> None:
         )
 
 
-def read_index(folder: Path, digests: Digests) -> bytes:
+def read_index(directory: Path, digests: Digests) -> bytes:
     """Return the content of a checkpoint's index.json, checked.
 
     Its chunks lie in the files of `digests` and hold each element of each tensor once.
 
     Args:
-        folder: Directory of the checkpoint.
+        directory: Directory of the checkpoint.
         digests: Digests of the checkpoint's files.
 
     Raises:
         CheckpointReadError: The file cannot be read.
         InputError: No save wrote it.
     """
-    file = folder / INDEX_FILE
+    file = directory / INDEX_FILE
     try:
         content = read_regular_file(file)
         _, chunks = parse_index(content, digests)
@@ -344,12 +348,12 @@ class ChunkReader:
     """Reader of rectangles of tensors, which may lie across any stored chunks.
 
     Args:
-        folder: Directory of the checkpoint.
+        directory: Directory of the checkpoint.
         chunks: All chunks of its index.
     """
 
-    def __init__(self, folder: Path, chunks: Iterable[StoredChunk]):
-        self._folder = folder
+    def __init__(self, directory: Path, chunks: Iterable[StoredChunk]):
+        self._directory = directory
         self._tensors = _group_by_key(chunks)
 
     def has(self, prefix: str) -> bool:
@@ -364,8 +368,8 @@ class ChunkReader:
         """
         if key not in self._tensors:
             raise InputError(
-                f"{self._folder / INDEX_FILE}: found no tensor {key}, expected that of the run's "
-                "model"
+                f"{self._directory / INDEX_FILE}: found no tensor {key}, expected that of the "
+                "run's model"
             )
         return self._tensors[key][0].global_shape
 
@@ -393,7 +397,7 @@ class ChunkReader:
             )
         if stored_shape != expected_shape:
             raise InputError(
-                f"{self._folder / INDEX_FILE}: {chunk.key}: found the shape {stored_shape}, "
+                f"{self._directory / INDEX_FILE}: {chunk.key}: found the shape {stored_shape}, "
                 f"expected {expected_shape}"
             )
         target = chunk.data.view(tuple(size))
@@ -414,7 +418,8 @@ class ChunkReader:
             missing -= values.numel()
         if missing > 0:
             raise InputError(
-                f"{self._folder / INDEX_FILE}: {chunk.key}: found no chunk for {missing:,} elements"
+                f"{self._directory / INDEX_FILE}: {chunk.key}: found no chunk for {missing:,} "
+                "elements"
             )
 
     def _read_box(self, chunk: StoredChunk, start: np.ndarray, size: np.ndarray) -> torch.Tensor:
@@ -430,7 +435,7 @@ class ChunkReader:
         buffer = torch.empty(rows * columns, dtype=dtype)
         view = memoryview(buffer.view(torch.uint8).numpy())
         done = 0
-        file = self._folder / chunk.file
+        file = self._directory / chunk.file
         with name_file(file), open(file, "rb", buffering=0) as stream:
             for row, count in pieces:
                 stream.seek(chunk.data_start + (row * width + int(start[-1])) * dtype.itemsize)

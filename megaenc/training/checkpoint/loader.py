@@ -113,7 +113,7 @@ class CheckpointLoader(CheckpointDir):
             except DamagedCheckpointError as error:
                 damage = error
         if damage:
-            raise InputError(f"{damage}; no other is left; delete {self.folder} to start over")
+            raise InputError(f"{damage}; no other is left; delete {self.directory} to start over")
         return None
 
     def is_compatible(self, step: int, plan: Plan, if_damaged: bool = True) -> bool:

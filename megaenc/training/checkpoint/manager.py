@@ -40,19 +40,19 @@ from megaenc.training.plan import Plan
 from megaenc.training.skip_policy import saw_same_data
 
 
-def _write_chunks(folder: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
+def _write_chunks(directory: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
     """Write the chunks of `rank`.
 
     Raises:
         InputError: They cannot be written.
     """
-    if not folder.is_dir():
+    if not directory.is_dir():
         raise InputError(
-            f"{folder}: not found on {socket.gethostname()}, expected a directory that all nodes "
-            "share"
+            f"{directory}: not found on {socket.gethostname()}, expected a directory that all "
+            "nodes share"
         )
-    with convert_write_errors(folder, name_host=True):
-        write_chunks(folder, rank, chunks)
+    with convert_write_errors(directory, name_host=True):
+        write_chunks(directory, rank, chunks)
 
 
 def _is_done_on_all_ranks(future: Future) -> bool:
@@ -68,23 +68,23 @@ class CheckpointManager(CheckpointLoader):
 
     def __init__(
         self,
-        folder: Path,
+        directory: Path,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_steps: Collection[int] = (),
         before_publish: Callable[[], None] | None = None,
     ):
-        """Manage the checkpoints in `folder`, of which rules decide which are kept.
+        """Manage the checkpoints in `directory`, of which rules decide which are kept.
 
         Args:
-            folder: Directory of the checkpoints, which need not exist.
+            directory: Directory of the checkpoints, which need not exist.
             keep_last: Number of newest checkpoints to keep; as in `checkpoints_to_delete`.
             keep_every: Number of whose multiples all steps are kept.
             keep_steps: Further steps to keep.
             before_publish: Called on rank 0, in a thread of the save, before a checkpoint gets its
                 final name, which an InputError prevents.
         """
-        super().__init__(folder)
+        super().__init__(directory)
         self._keep = (keep_last, keep_every)
         self._keep_steps = keep_steps
         self._before_publish = before_publish
@@ -113,9 +113,9 @@ class CheckpointManager(CheckpointLoader):
             return
         earlier = [step for step in self.compatible_steps(plan) if step < tracked]
         if earlier:
-            atomic_write(self.folder / TRACKER_FILE, f"{earlier[-1]}\n")
+            atomic_write(self.directory / TRACKER_FILE, f"{earlier[-1]}\n")
         else:
-            (self.folder / TRACKER_FILE).unlink()
+            (self.directory / TRACKER_FILE).unlink()
 
     def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
         """Save the checkpoint of `step`, set the tracker and delete old checkpoints.
@@ -265,8 +265,8 @@ class CheckpointManager(CheckpointLoader):
 
     def _create_attempt_dir(self, step: int) -> Path:
         """Create a hidden directory for the files of a checkpoint; return its path."""
-        attempt = self.folder / f".{self.path(step).name}.{uuid.uuid4().hex}"
-        with convert_write_errors(self.folder, name_host=True):
+        attempt = self.directory / f".{self.path(step).name}.{uuid.uuid4().hex}"
+        with convert_write_errors(self.directory, name_host=True):
             attempt.mkdir(parents=True)
         return attempt
 
@@ -292,7 +292,7 @@ class CheckpointManager(CheckpointLoader):
             for path in (*files, attempt):
                 fsync_path(path)
             state["files"] = dict(sorted((shards | file_digests(files)).items()))
-        with convert_write_errors(self.folder, name_host=True):
+        with convert_write_errors(self.directory, name_host=True):
             atomic_write(
                 attempt / STATE_FILE,
                 json.dumps(state | {DIGEST_FIELD: json_digest(state)}, indent=1),
@@ -303,8 +303,8 @@ class CheckpointManager(CheckpointLoader):
             if target.exists():  # damaged, or interrupted before the tracker was written
                 self._remove(target)
             os.rename(attempt, target)
-            fsync_path(self.folder)
-            atomic_write(self.folder / TRACKER_FILE, f"{state['step']}\n")
+            fsync_path(self.directory)
+            atomic_write(self.directory / TRACKER_FILE, f"{state['step']}\n")
         self._remember_whole(state)
         self.delete_old(state["step"], plan)
 
@@ -361,7 +361,7 @@ class CheckpointManager(CheckpointLoader):
 
         These are hidden directories and temporary files. For rank 0.
         """
-        for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
+        for stale in (*self.directory.glob(".iter_*"), *self.directory.glob(".*.tmp")):
             remove_path(stale)
 
 

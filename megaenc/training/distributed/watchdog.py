@@ -69,17 +69,17 @@ def process_group_timeout(minutes: float) -> timedelta:
 class Watchdog:
     """Context that ends the run `minutes` after the last `beat`, with stack traces.
 
-    The stacks of each rank go to `folder`/rank_00003.txt; without a folder those of one rank at
-    each position go to standard error. The exit code is 70. A thread makes the other ranks do the
-    same and waits for them, because a launcher kills all ranks when the first exits. One rank
+    The stacks of each rank go to `directory`/rank_00003.txt; without a directory those of one rank
+    at each position go to standard error. The exit code is 70. A thread makes the other ranks do
+    the same and waits for them, because a launcher kills all ranks when the first exits. One rank
     prints a line with each rank's position. If the hanging thread holds the GIL, `faulthandler`
     writes the stacks to standard error `fallback_delay` later and exits with code 1. For the main
-    thread of one process group. `folder` is created if missing, and its files are appended to.
+    thread of one process group. `directory` is created if missing, and its files are appended to.
     """
 
-    def __init__(self, minutes: float, folder: Path | None) -> None:
+    def __init__(self, minutes: float, directory: Path | None) -> None:
         self._limit = 60 * minutes
-        self._folder = folder
+        self._directory = directory
         self._margin = fallback_delay(self._limit)
         self._poll = store_poll_interval(min(1.0, self._limit / 10))
         self._earlier_kinds: set[str] = set()
@@ -141,7 +141,7 @@ class Watchdog:
             f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {get_rank()} of {get_world_size()}, "
             f"process {os.getpid()} on {socket.gethostname()}, {activity}"
         )
-        folder = self._write_stacks(head)
+        directory = self._write_stacks(head)
         report = {
             "doing": activity,
             "at": _main_thread_location(),
@@ -150,7 +150,8 @@ class Watchdog:
         is_reporter = False
         with contextlib.suppress(RuntimeError):
             self._store.set(
-                f"{_KEY}/{get_rank()}", json.dumps(report | {"stacks": folder or "standard error"})
+                f"{_KEY}/{get_rank()}",
+                json.dumps(report | {"stacks": directory or "standard error"}),
             )
             self._store.set(_KEY, "")
             # One rank reads the others' reports.
@@ -166,7 +167,7 @@ class Watchdog:
                     f"{_KEY}/examples",
                     json.dumps([ranks[0] for _, ranks in _group_by_place(reports)[:_MAX_PLACES]]),
                 )
-        if not folder:
+        if not directory:
             self._print_stacks_if_example(head)
         with contextlib.suppress(RuntimeError):
             if is_reporter:
@@ -205,17 +206,17 @@ class Watchdog:
 
         def write_file() -> None:
             with contextlib.suppress(OSError):
-                self._folder.mkdir(parents=True, exist_ok=True)
+                self._directory.mkdir(parents=True, exist_ok=True)
                 # Each attempt appends an entry.
                 with open(
-                    self._folder / f"rank_{get_rank():05d}.txt", "a", encoding="utf-8"
+                    self._directory / f"rank_{get_rank():05d}.txt", "a", encoding="utf-8"
                 ) as file:
                     print(head, file=file, flush=True)
                     faulthandler.dump_traceback(file)
                     print(file=file)
-                written_to.append(str(self._folder))
+                written_to.append(str(self._directory))
 
-        if self._folder:
+        if self._directory:
             writer = threading.Thread(target=write_file, daemon=True)
             writer.start()
             writer.join(self._margin)

@@ -239,7 +239,7 @@ def test_a_damaged_index_is_one_line(extension, offset, content, trained, verifi
 
 
 @pytest.mark.parametrize(
-    "put", [os.mkdir, os.mkfifo, lambda path: None], ids=["folder", "FIFO", "nothing"]
+    "put", [os.mkdir, os.mkfifo, lambda path: None], ids=["directory", "FIFO", "nothing"]
 )
 def test_what_is_no_file_is_one_line(put, prefix):
     for extension in (".json", ".bin", ".idx"):

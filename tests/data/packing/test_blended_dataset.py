@@ -65,14 +65,14 @@ def test_the_three_spellings_of_data_path():
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def directory(tmp_path, monkeypatch):
     """Create corpora in the working directory, to be found by name."""
     for name in ("b-deu", "b-ell", "b-fra", "code", "odd[1]"):
         (tmp_path / f"{name}.idx").touch()
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_pattern_names_the_corpora_that_match_it(folder):
+def test_a_pattern_names_the_corpora_that_match_it(directory):
     sources = find_corpora(["0.6", "b-*", "0.3", "code", "0.1", "odd[1]"])
     assert [source.prefixes for source in sources] == [
         ("b-deu", "b-ell", "b-fra"),
@@ -93,7 +93,7 @@ def test_a_pattern_names_the_corpora_that_match_it(folder):
     ] == [True, True, False]
 
 
-def test_a_pattern_without_corpora_of_its_own_is_refused(folder):
+def test_a_pattern_without_corpora_of_its_own_is_refused(directory):
     with pytest.raises(InputError, match=r"--data-path c-\*: no .idx file matches this pattern"):
         find_corpora(["0.5", "c-*", "0.5", "code"])
     with pytest.raises(

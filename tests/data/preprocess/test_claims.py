@@ -6,11 +6,11 @@ import signal
 import time
 
 from megaenc.data.preprocess import claims
-from megaenc.data.preprocess.claims import ClaimFolder
+from megaenc.data.preprocess.claims import ClaimDirectory
 
 
-def hold(folder, queue):
-    queue.put(ClaimFolder(folder).acquire("0") is not None)
+def hold(directory, queue):
+    queue.put(ClaimDirectory(directory).acquire("0") is not None)
     signal.pause()  # live until killed
 
 
@@ -20,12 +20,12 @@ def test_a_killed_owner_of_this_machine_is_replaced_at_once(tmp_path):
     process = context.Process(target=hold, args=(tmp_path, queue), daemon=True)
     process.start()
     assert queue.get(timeout=30)
-    shared = ClaimFolder(tmp_path)
+    shared = ClaimDirectory(tmp_path)
     assert shared.acquire("0") is None
     process.kill()
     process.join()
     with shared.acquire("0"):
-        assert ClaimFolder(tmp_path).acquire("0") is None
+        assert ClaimDirectory(tmp_path).acquire("0") is None
     assert not list(tmp_path.iterdir())
 
 
@@ -36,7 +36,7 @@ def test_an_owner_that_gives_no_sign_of_life_is_replaced_after_a_while(tmp_path,
     for content in ("elsewhere 1", f"{own} 1", f"{own} {1 << 80}", own, "", "[" * 200, "\udcff"):
         path.write_text(content, errors="surrogateescape")
         os.utime(path, (0, 0))  # the clock of another machine does not count
-        shared = ClaimFolder(tmp_path)
+        shared = ClaimDirectory(tmp_path)
         started = time.monotonic()
         while (claim := shared.acquire("work")) is None:
             time.sleep(0.02)
@@ -49,8 +49,8 @@ def test_an_owner_stays_while_it_renews_its_claim(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "DEAD_SECONDS", 0.5)
     monkeypatch.setattr(claims, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(claims, "_has_ended", lambda owner: False)
-    others = ClaimFolder(tmp_path)
-    with ClaimFolder(tmp_path).acquire("work"):
+    others = ClaimDirectory(tmp_path)
+    with ClaimDirectory(tmp_path).acquire("work"):
         for _ in range(20):
             assert others.acquire("work") is None
             time.sleep(0.05)

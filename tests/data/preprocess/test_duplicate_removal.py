@@ -21,12 +21,12 @@ WORDS = [
 
 
 @pytest.fixture
-def write(tmp_path, tokenizer_folder):
+def write(tmp_path, tokenizer_directory):
     """Preprocess texts under a name; return the prefix."""
 
     def write(name, texts, **changes):
         corpus = write_jsonl(tmp_path / f"{name}.jsonl", texts)
-        (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder, name, **changes))
+        (prefix,) = preprocess(corpus_settings(corpus, tokenizer_directory, name, **changes))
         return prefix
 
     return write
@@ -163,7 +163,7 @@ def test_keys_depend_on_nothing_but_the_text():
 
 
 def test_each_key_is_deduplicated_by_itself_and_sentences_go_with_their_document(
-    tmp_path, tokenizer_folder
+    tmp_path, tokenizer_directory
 ):
     corpus = tmp_path / "pairs.jsonl"
     rows = [("One.", "Same. Text."), ("Two.", "Same. Text."), ("One.", ""), ("", "Other.")]
@@ -174,7 +174,7 @@ def test_each_key_is_deduplicated_by_itself_and_sentences_go_with_their_document
         "partitions": 2,
         "append_eod": False,
     }
-    settings = corpus_settings(corpus, tokenizer_folder, json_keys=("title", "text"), **changes)
+    settings = corpus_settings(corpus, tokenizer_directory, json_keys=("title", "text"), **changes)
     titles, texts = map(read_corpus_metadata, preprocess(settings))
     assert (
         titles.documents,

@@ -16,7 +16,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, small_corpus, refu
     ).returncode:
         pytest.skip("file systems cannot be mounted here")
     text = ["--input", small_corpus.text]
-    output = disk / "new" / "folder" / "name"
+    output = disk / "new" / "directory" / "name"
     preprocess = [
         "preprocess",
         *text,

@@ -41,12 +41,12 @@ def corpus(tmp_path):
     return write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
 
 
-def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
+def test_sidecar_tells_what_the_files_are(corpus, tokenizer_directory):
     write_jsonl(corpus, [*TEXTS, "", ""])
     with corpus.open("a") as stream:
         stream.write("no json\n")
     (prefix,) = preprocess(
-        corpus_settings(corpus, tokenizer_folder, skip_bad_lines=True, workers=3)
+        corpus_settings(corpus, tokenizer_directory, skip_bad_lines=True, workers=3)
     )
     sidecar = read_corpus_metadata(prefix)
     data, index = contents(prefix)
@@ -76,15 +76,15 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
 
 @pytest.mark.parametrize("is_local", [True, False])
 def test_texts_of_every_source_give_the_bytes_that_they_give_in_one_file(
-    tmp_path, tokenizer_folder, monkeypatch, is_local
+    tmp_path, tokenizer_directory, monkeypatch, is_local
 ):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)  # many blocks, so that order could be lost
     monkeypatch.setattr(text_files, "LINES_BYTES", 100)
     serve_hub(tmp_path, monkeypatch, [{"text": TEXTS[:3]}, {"text": TEXTS[3:]}])
     paths, texts = every_source(tmp_path) if is_local else (["someone/small"], TEXTS)
     one_file = write_jsonl(tmp_path / "all.jsonl", texts)
-    (expected,) = preprocess(corpus_settings(one_file, tokenizer_folder, "expected"))
-    settings = corpus_settings(one_file, tokenizer_folder, workers=2, partitions=3)
+    (expected,) = preprocess(corpus_settings(one_file, tokenizer_directory, "expected"))
+    settings = corpus_settings(one_file, tokenizer_directory, workers=2, partitions=3)
     (prefix,) = preprocess(dataclasses.replace(settings, input=tuple(map(str, paths))))
     assert contents(prefix) == contents(expected)
     sources = read_corpus_metadata(prefix).sources
@@ -102,11 +102,11 @@ SURROGATES = ["half a pair \ud800 and \udfff the other way, \ud83d", *HOSTILE, *
 
 @pytest.mark.parametrize("append_eod", [True, False])
 def test_hostile_texts_have_the_ids_of_the_hugging_face_tokenizer(
-    corpus, tokenizer_folder, capsys, append_eod
+    corpus, tokenizer_directory, capsys, append_eod
 ):
     write_jsonl(corpus, SURROGATES)
     (prefix,) = preprocess(
-        corpus_settings(corpus, tokenizer_folder, workers=2, append_eod=append_eod)
+        corpus_settings(corpus, tokenizer_directory, workers=2, append_eod=append_eod)
     )
     assert prefix.name == "out_text_document"
     want = [
@@ -122,7 +122,7 @@ def test_hostile_texts_have_the_ids_of_the_hugging_face_tokenizer(
 LONG = 50_000_000
 
 
-def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, tokenizer_folder):
+def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, tokenizer_directory):
     # A paragraph that ends in one line feed, before a letter, has the same ids everywhere. Only one
     # is encoded by the Hugging Face tokenizer, which would take a minute and gigabytes for all.
     paragraphs = [
@@ -133,7 +133,7 @@ def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, t
     assert reference_ids(small_tokenizer(), "".join(paragraphs * 2)) == list(chain(*known, *known))
     repeats = LONG // sum(map(len, paragraphs)) + 1
     write_jsonl(corpus, ["".join(paragraphs * repeats)])
-    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder))
+    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_directory))
     dataset = IndexedDataset(str(prefix))
     assert len(dataset) == 1
     assert np.array_equal(dataset[0][:-1], np.tile([*chain(*known)], repeats))
@@ -144,9 +144,9 @@ def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(corpus, t
 def templated(tmp_path_factory):
     """Return the small tokenizer with `<|mask|> ... <|eos|>` around a text."""
     template = SpecialTokens("template", (1, 1), (0,))
-    folder = tmp_path_factory.mktemp("templated") / "tokenizer"
-    set_special_tokens(small_tokenizer(), template).save_pretrained(folder)
-    return str(folder)
+    directory = tmp_path_factory.mktemp("templated") / "tokenizer"
+    set_special_tokens(small_tokenizer(), template).save_pretrained(directory)
+    return str(directory)
 
 
 def template_flags(corpus, tokenizer, name="out", **changes):
@@ -200,16 +200,16 @@ def test_a_document_has_the_special_tokens_of_the_template(tmp_path, templated, 
     assert documents_of(unique) == want
 
 
-def test_each_key_or_column_makes_a_corpus(tmp_path, tokenizer_folder):
+def test_each_key_or_column_makes_a_corpus(tmp_path, tokenizer_directory):
     rows = [{"title": "The fox", "text": "The lazy\ndog"}, {"title": "", "text": "sleeps"}]
     write_files(tmp_path, {"pairs.csv": rows, "pairs.jsonl": rows})
     keys = ("title", "text")
     from_csv = preprocess(
-        corpus_settings(tmp_path / "pairs.csv", tokenizer_folder, "csv", json_keys=keys)
+        corpus_settings(tmp_path / "pairs.csv", tokenizer_directory, "csv", json_keys=keys)
     )
     from_jsonl = preprocess(
         corpus_settings(
-            tmp_path / "pairs.jsonl", tokenizer_folder, "jsonl", json_keys=keys, partitions=2
+            tmp_path / "pairs.jsonl", tokenizer_directory, "jsonl", json_keys=keys, partitions=2
         )
     )
     assert [prefix.name for prefix in from_csv] == ["csv_title_document", "csv_text_document"]
@@ -239,10 +239,10 @@ def test_each_key_or_column_makes_a_corpus(tmp_path, tokenizer_folder):
         ),
     ],
 )
-def test_bad_input_leaves_nothing(corpus, tokenizer_folder, content, changes, message):
+def test_bad_input_leaves_nothing(corpus, tokenizer_directory, content, changes, message):
     corpus.write_text(content)
     with pytest.raises(InputError) as error:
-        preprocess(corpus_settings(corpus, tokenizer_folder, "made/out", **changes))
+        preprocess(corpus_settings(corpus, tokenizer_directory, "made/out", **changes))
     assert message in str(error.value)
     assert not (corpus.parent / "made").exists()
 
@@ -261,7 +261,7 @@ def test_bad_input_leaves_nothing(corpus, tokenizer_folder, content, changes, me
     ],
 )
 def test_input_that_changes_during_the_run_is_refused(
-    corpus, tokenizer_folder, monkeypatch, change, message, partitions
+    corpus, tokenizer_directory, monkeypatch, change, message, partitions
 ):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)
     monkeypatch.setattr(text_files, "LINES_BYTES", 100)
@@ -278,11 +278,13 @@ def test_input_that_changes_during_the_run_is_refused(
         InputError,
         match=rf"corpus\.jsonl: changed while it was read: .*{message}|corpus\.jsonl: {message}",
     ):
-        preprocess(corpus_settings(corpus, tokenizer_folder, partitions=partitions))
+        preprocess(corpus_settings(corpus, tokenizer_directory, partitions=partitions))
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
 
 
-def test_two_that_end_together_do_not_overwrite_each_other(corpus, tokenizer_folder, monkeypatch):
+def test_two_that_end_together_do_not_overwrite_each_other(
+    corpus, tokenizer_directory, monkeypatch
+):
     theirs = corpus.parent / "out_text_document.idx"
     real = os.fsync
 
@@ -292,13 +294,13 @@ def test_two_that_end_together_do_not_overwrite_each_other(corpus, tokenizer_fol
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
-        preprocess(corpus_settings(corpus, tokenizer_folder))
+        preprocess(corpus_settings(corpus, tokenizer_directory))
     assert sorted(path.name for path in corpus.parent.iterdir()) == ["corpus.jsonl", theirs.name]
     assert theirs.read_text() == "theirs"
 
 
-def test_output_that_exists_is_kept_whatever_a_note_of_parts_says(corpus, tokenizer_folder):
-    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder))
+def test_output_that_exists_is_kept_whatever_a_note_of_parts_says(corpus, tokenizer_directory):
+    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_directory))
     before = contents(prefix)
     noted = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
@@ -307,18 +309,18 @@ def test_output_that_exists_is_kept_whatever_a_note_of_parts_says(corpus, tokeni
     (corpus.parent / "out_parts").mkdir()
     (corpus.parent / "out_parts" / "merged").write_text(json.dumps(noted))
     with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
-        preprocess(corpus_settings(corpus, tokenizer_folder, append_eod=False))
+        preprocess(corpus_settings(corpus, tokenizer_directory, append_eod=False))
     with pytest.raises(
         InputError, match=r"out_text_document\.idx: exists already|out_parts: holds no plan\.json"
     ):
-        preprocess(corpus_settings(corpus, tokenizer_folder, append_eod=False, partitions=2))
+        preprocess(corpus_settings(corpus, tokenizer_directory, append_eod=False, partitions=2))
     assert contents(prefix) == before
 
 
-def test_what_a_killed_run_left_behind_is_said(corpus, tokenizer_folder, capsys):
+def test_what_a_killed_run_left_behind_is_said(corpus, tokenizer_directory, capsys):
     leftovers = corpus.parent / ".out_text_document.bin.123-0123abcd.tmp"
     leftovers.write_bytes(bytes(1_000_000))
-    preprocess(corpus_settings(corpus, tokenizer_folder))
+    preprocess(corpus_settings(corpus, tokenizer_directory))
     output = " ".join(capsys.readouterr().out.split())
     assert (
         f"{corpus.parent}: 1 unfinished by a stopped run, 1.0 MB; "
@@ -331,18 +333,18 @@ def test_what_a_killed_run_left_behind_is_said(corpus, tokenizer_folder, capsys)
 def test_a_tokenizer_without_an_end_of_sequence_token_ends_no_document(corpus, tmp_path, capsys):
     from transformers import PreTrainedTokenizerFast
 
-    folder = tmp_path / "endless"
+    directory = tmp_path / "endless"
     PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer).save_pretrained(
-        folder
+        directory
     )
-    (prefix,) = preprocess(corpus_settings(corpus, str(folder), append_eod=False))
+    (prefix,) = preprocess(corpus_settings(corpus, str(directory), append_eod=False))
     assert read_corpus_metadata(prefix).eod is None
     assert (
         "no EOS token is appended to documents; the tokenizer has none\n" in capsys.readouterr().out
     )
 
 
-def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, monkeypatch):
+def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_directory, monkeypatch):
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 50)
     monkeypatch.setattr(text_files, "LINES_BYTES", 50)
     blocks = list(text_files.read_line_blocks(str(corpus)))
@@ -358,7 +360,7 @@ def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, 
     with pytest.raises(
         InputError, match=r"worker process \d+ was killed by SIGKILL, .*; try fewer --workers"
     ):
-        preprocess(corpus_settings(corpus, tokenizer_folder, workers=5))
+        preprocess(corpus_settings(corpus, tokenizer_directory, workers=5))
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
 
 
@@ -384,7 +386,7 @@ preprocess.main([*sys.argv[1:-1], "--append-eod"])
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
 def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(
-    corpus, tokenizer_folder, number, code
+    corpus, tokenizer_directory, number, code
 ):
     arguments = [
         "--input",
@@ -392,7 +394,7 @@ def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(
         "--output-prefix",
         corpus.parent / "out",
         "--tokenizer",
-        tokenizer_folder,
+        tokenizer_directory,
         "--workers",
         "5",
     ]
@@ -409,5 +411,5 @@ def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(
     workers = [int(pid) for pid in ended.stdout.split("\n")[0].split()]
     assert len(workers) == 5
     wait_until_ended(workers)
-    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_folder))
+    (prefix,) = preprocess(corpus_settings(corpus, tokenizer_directory))
     assert read_corpus_metadata(prefix).documents == len(TEXTS)

@@ -12,19 +12,19 @@ from text_helpers import TEXTS, contents, corpus_settings, write_jsonl
 
 from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.preprocess.command import preprocess
-from megaenc.data.preprocess.work_folder import WorkFolder
+from megaenc.data.preprocess.work_directory import WorkDirectory
 from megaenc.data.sources import resolve
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.errors import InputError
 
 
 @pytest.fixture
-def settings(tmp_path, tokenizer_folder):
+def settings(tmp_path, tokenizer_directory):
     """Return the settings for forty documents in four parts."""
     corpus = write_jsonl(
         tmp_path / "corpus.jsonl", [f"{number} {text}" for number in range(8) for text in TEXTS]
     )
-    return corpus_settings(corpus, tokenizer_folder, partitions=4)
+    return corpus_settings(corpus, tokenizer_directory, partitions=4)
 
 
 def record_ranges(monkeypatch):
@@ -40,8 +40,8 @@ def record_ranges(monkeypatch):
     return ranges
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
 
 
 # A preprocessing command that sends itself a signal at the third part's second block, or before it
@@ -101,8 +101,8 @@ def test_after_a_kill_the_same_command_makes_the_missing_parts(
     assert ("2 of 4 partitions are done; run the same command to resume" in ended.stdout) == (
         number == signal.SIGINT
     )
-    folder = tmp_path / "out_parts"
-    assert [name for name in names(folder) if name.endswith(".json")] == [
+    directory = tmp_path / "out_parts"
+    assert [name for name in names(directory) if name.endswith(".json")] == [
         "part-00001.json",
         "part-00002.json",
         "plan.json",
@@ -114,7 +114,7 @@ def test_after_a_kill_the_same_command_makes_the_missing_parts(
     assert "2 of 4 partitions exist; writing the others" in capsys.readouterr().out
     assert contents(prefix) == expected_contents
     assert read_corpus_metadata(prefix).documents == 40
-    assert not folder.exists()
+    assert not directory.exists()
 
 
 def interrupted(settings, monkeypatch, after):
@@ -136,9 +136,9 @@ def interrupted(settings, monkeypatch, after):
 
 def test_parts_of_another_command_are_refused_by_field(tmp_path, settings, monkeypatch):
     interrupted(settings, monkeypatch, after=1)
-    folder = tmp_path / "out_parts"
+    directory = tmp_path / "out_parts"
     train_tokenizer(TEXTS, 300).save_pretrained(tmp_path / "other")
-    before = names(folder)
+    before = names(directory)
     changes = {
         "special_tokens": {"append_eod": False},
         "partitions": {"partitions": 3},
@@ -155,7 +155,7 @@ def test_parts_of_another_command_are_refused_by_field(tmp_path, settings, monke
             match=rf"plan\.json: field `{field}`: found .*, expected .*; give the first command",
         ):
             preprocess(dataclasses.replace(settings, **change))
-        assert names(folder) == before
+        assert names(directory) == before
 
 
 def test_a_stop_before_the_first_part_leaves_nothing(tmp_path, settings, monkeypatch):
@@ -184,7 +184,7 @@ def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(
         ),
     ],
 )
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings, files, message):
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path, settings, files, message):
     (tmp_path / "out_parts").mkdir()
     for name, content in files.items():
         (tmp_path / "out_parts" / name).write_text(content)
@@ -209,7 +209,7 @@ def write_damage(path, text):
 
 
 def test_a_part_that_is_cut_or_has_a_damaged_note_is_missing(tmp_path):
-    parts = WorkFolder(tmp_path, {"input": "a"}, ["text"], "uint16", 1)
+    parts = WorkDirectory(tmp_path, {"input": "a"}, ["text"], "uint16", 1)
     parts.open()
     ones = np.array([1], np.int32)
     with parts.new_partition(0) as partition:
@@ -235,7 +235,7 @@ def test_a_part_that_is_cut_or_has_a_damaged_note_is_missing(tmp_path):
 
 def test_a_damaged_plan_is_one_line(tmp_path):
     (tmp_path / "part-00001.json").touch()
-    store = WorkFolder(tmp_path, {"keys": ["text"]}, ["text"], "uint16", 1)
+    store = WorkDirectory(tmp_path, {"keys": ["text"]}, ["text"], "uint16", 1)
     for plan in NOTES:
         write_damage(tmp_path / "plan.json", plan)
         with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"):

@@ -108,12 +108,12 @@ def test_an_installed_model_is_found_and_nothing_is_downloaded(tmp_path, monkeyp
     monkeypatch.setattr(nltk, "download", lambda *rest, **options: pytest.fail("a download"))
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     assert load_installed_punkt("english") is None
-    folder = tmp_path / "tokenizers" / "punkt_tab" / "english"
-    folder.mkdir(parents=True)
-    (folder / "abbrev_types.txt").write_text("mr\ndr")
-    (folder / "collocations.tab").write_text("s\tbach")
-    (folder / "sent_starters.txt").write_text("they")
-    (folder / "ortho_context.tab").write_text("they\t6\nfox\t0")
+    directory = tmp_path / "tokenizers" / "punkt_tab" / "english"
+    directory.mkdir(parents=True)
+    (directory / "abbrev_types.txt").write_text("mr\ndr")
+    (directory / "collocations.tab").write_text("s\tbach")
+    (directory / "sent_starters.txt").write_text("they")
+    (directory / "ortho_context.tab").write_text("they\t6\nfox\t0")
     actual = load_installed_punkt("english")
     known = actual.parameters
     assert (known.abbrev_types, known.collocations, known.sent_starters) == (

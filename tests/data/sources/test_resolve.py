@@ -6,7 +6,14 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from text_helpers import TEXTS, every_source, parse_blocks, text_folder, write_jsonl, write_parquet
+from text_helpers import (
+    TEXTS,
+    every_source,
+    parse_blocks,
+    text_directory,
+    write_jsonl,
+    write_parquet,
+)
 
 from megaenc.data.sources import arrow_tables, text_files
 from megaenc.data.sources.resolve import (
@@ -29,9 +36,9 @@ def texts_of(*inputs, **changes):
     return list(read_texts(resolve_paths(*inputs, **changes), "text"))
 
 
-def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
+def test_a_directory_is_read_in_the_order_of_its_paths(tmp_path):
     names = ["b.txt", "a/z.txt", "a/b/c.txt", "a.md", "B.text", "a-1/x.txt", "10.txt", "9.txt"]
-    text_folder(
+    text_directory(
         tmp_path,
         {name: name for name in names}
         | {".hidden.txt": "no", ".git/x.txt": "no", "a/.b/c.txt": "no"},
@@ -46,14 +53,14 @@ def test_suffixes_in_capitals_are_the_same(tmp_path):
         "C.TSV": "text\nx\n",
         "D.MD": "x",
     }
-    text_folder(tmp_path, contents)
+    text_directory(tmp_path, contents)
     for name in contents:
         assert texts_of(tmp_path / name) == ["x"], name
     assert texts_of(tmp_path) == ["x"] * 4
 
 
 def test_files_that_are_read_twice_are_named(tmp_path):
-    folder = text_folder(tmp_path / "folder", {"b.txt": "b"})
+    directory = text_directory(tmp_path / "directory", {"b.txt": "b"})
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
     copy = write_jsonl(tmp_path / "copy.jsonl", ["x"])
     linked = tmp_path / "linked.jsonl"
@@ -61,26 +68,28 @@ def test_files_that_are_read_twice_are_named(tmp_path):
     said = "--input: 1 files are read more than once: "
     assert resolve_paths(path, copy).messages == []
     assert resolve_paths(path, copy, linked).messages == [f"{said}{linked}"]
-    assert resolve_paths(folder, folder / "b.txt").messages[-1] == f"{said}{folder / 'b.txt'}"
+    assert (
+        resolve_paths(directory, directory / "b.txt").messages[-1] == f"{said}{directory / 'b.txt'}"
+    )
 
 
-def test_linked_folders_are_read_once_and_loops_end(tmp_path):
-    elsewhere = text_folder(tmp_path / "elsewhere", {"x.txt": "x", "deep/y.txt": "y"})
-    folder = text_folder(tmp_path / "folder", {"b/b.txt": "b"})
-    (folder / "c").symlink_to(elsewhere)
-    (folder / "b" / "up").symlink_to(folder)
-    (folder / "d").symlink_to(elsewhere / "deep")
-    (folder / "nowhere.txt").symlink_to(tmp_path / "missing")
-    assert texts_of(folder) == ["b", "x", "y"]
-    assert resolve_paths(folder).messages[:2] == [
-        f"{folder}: 1 left out, unknown kind of file: nowhere.txt",
-        f"{folder}: 2 folders left out, read under another path: b/up, c/deep",
+def test_linked_directories_are_read_once_and_loops_end(tmp_path):
+    elsewhere = text_directory(tmp_path / "elsewhere", {"x.txt": "x", "deep/y.txt": "y"})
+    directory = text_directory(tmp_path / "directory", {"b/b.txt": "b"})
+    (directory / "c").symlink_to(elsewhere)
+    (directory / "b" / "up").symlink_to(directory)
+    (directory / "d").symlink_to(elsewhere / "deep")
+    (directory / "nowhere.txt").symlink_to(tmp_path / "missing")
+    assert texts_of(directory) == ["b", "x", "y"]
+    assert resolve_paths(directory).messages[:2] == [
+        f"{directory}: 1 left out, unknown kind of file: nowhere.txt",
+        f"{directory}: 2 directories left out, read under another path: b/up, c/deep",
     ]
 
 
 def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
     not_utf8 = os.fsdecode(b"caf\xe9.png")
-    text_folder(
+    text_directory(
         tmp_path, {name: "x" for name in ("a.xlsx", "b/c.png", not_utf8, "e.tar.gz", "good.txt")}
     )
     remarks = resolve_paths(tmp_path).messages
@@ -92,7 +101,7 @@ def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
 
 
 def test_what_a_document_is_in_text_files_can_be_chosen(tmp_path):
-    text_folder(tmp_path, {"a.txt": "one\ntwo\n\nthree\n", "b.md": "four"})
+    text_directory(tmp_path, {"a.txt": "one\ntwo\n\nthree\n", "b.md": "four"})
     write_jsonl(tmp_path / "c.jsonl", ["kept\n\nwhole"])
     assert texts_of(tmp_path) == ["one\ntwo\n\nthree\n", "four", "kept\n\nwhole"]
     assert texts_of(tmp_path, sample_by="paragraph") == [
@@ -104,7 +113,7 @@ def test_what_a_document_is_in_text_files_can_be_chosen(tmp_path):
     assert texts_of(tmp_path, sample_by="line") == ["one", "two", "three", "four", "kept\n\nwhole"]
 
 
-def test_saved_data_sets_are_found_in_folders_and_have_splits(tmp_path):
+def test_saved_data_sets_are_found_in_directories_and_have_splits(tmp_path):
     parts = {"train": TEXTS[:3], "test": TEXTS[3:]}
     both = datasets.DatasetDict(
         {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()}
@@ -133,7 +142,9 @@ def test_what_cannot_be_read_is_named(tmp_path):
         "bad.parquet": "x",
         "other.csv": "body,n\nx,1\n",
     }
-    text_folder(tmp_path, contents | {"broken/state.json": "{}", "broken/dataset_info.json": "{}"})
+    text_directory(
+        tmp_path, contents | {"broken/state.json": "{}", "broken/dataset_info.json": "{}"}
+    )
     (tmp_path / "twice.tsv.gz").write_bytes(gzip.compress(b"text\tid\ttext\n"))
     os.mkfifo(tmp_path / "pipe")
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "other.parquet")
@@ -141,8 +152,8 @@ def test_what_cannot_be_read_is_named(tmp_path):
     twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(twice, tmp_path / "twice.parquet")
     messages = {
-        "missing.jsonl": "no such file or folder; "
-        "expected JSONL, CSV, TSV, Parquet or text files, a folder",
+        "missing.jsonl": "no such file or directory; "
+        "expected JSONL, CSV, TSV, Parquet or text files, a directory",
         "empty.txt": "is empty; expected",
         "nothing": "holds nothing to read; expected",
         "pictures": "holds nothing to read but a.png; expected",
@@ -153,7 +164,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
         "twice.tsv.gz": "found 2 columns `text`, expected one",
         "twice.parquet": "found 2 columns `text`, expected one",
         "numbers.parquet": "column `text`: found int64, expected text",
-        "n" * 300: "no such file or folder",
+        "n" * 300: "no such file or directory",
         "broken": "cannot be read as a saved data set",
     }
     for name, message in messages.items():
@@ -163,8 +174,8 @@ def test_what_cannot_be_read_is_named(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_an_empty_file_in_a_folder_is_no_mistake(tmp_path):
-    text_folder(tmp_path, {"a.txt": "", "b.jsonl": "", "b.csv": "", "c.txt": "text"})
+def test_an_empty_file_in_a_directory_is_no_mistake(tmp_path):
+    text_directory(tmp_path, {"a.txt": "", "b.jsonl": "", "b.csv": "", "c.txt": "text"})
     assert texts_of(tmp_path) == ["", "text"]
     (tmp_path / "c.txt").unlink()
     assert [len(part) for part in partition_inputs(resolve_paths(tmp_path), 3)] == [3]
@@ -180,7 +191,7 @@ def test_a_name_is_the_hubs_only_where_it_cannot_be_a_path(tmp_path, monkeypatch
         raise InputError("asked")
 
     monkeypatch.setattr(arrow_tables, "HubDataset", load_stream)
-    for name in ("HuggingFaceFW/fineweb-edu", "imdb", "no-such-folder/corpus"):
+    for name in ("HuggingFaceFW/fineweb-edu", "imdb", "no-such-directory/corpus"):
         with pytest.raises(InputError, match="asked"):
             resolve_paths(name, dataset_config="sample-10BT")
     assert calls[0] == ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", ("text",))
@@ -193,7 +204,7 @@ def test_a_name_is_the_hubs_only_where_it_cannot_be_a_path(tmp_path, monkeypatch
         "owner/missing.txt.gz",
         "a b",
     ):
-        with pytest.raises(InputError, match="no such file or folder"):
+        with pytest.raises(InputError, match="no such file or directory"):
             resolve_paths(name)
     assert len(calls) == 3
 
@@ -206,7 +217,7 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch):
     with pytest.raises(InputError) as error:
         resolve_paths("HuggingFaceFW/fineweb-edu", dataset_config="sample-10BT")
     assert str(error.value).startswith(
-        "HuggingFaceFW/fineweb-edu: neither an existing file or folder "
+        "HuggingFaceFW/fineweb-edu: neither an existing file or directory "
         "nor a data set on the Hugging Face Hub (config sample-10BT, split train): "
     )
     assert "\n" not in str(error.value)
@@ -234,16 +245,16 @@ def test_parts_are_the_whole_in_order(tmp_path, monkeypatch, count):
 
 def test_a_file_that_changes_is_noticed(tmp_path):
     """Only changed files of the part's documents are errors."""
-    folder = text_folder(tmp_path / "folder", {"a.txt": "a", "b.txt": "b", "c.txt": "c"})
+    directory = text_directory(tmp_path / "directory", {"a.txt": "a", "b.txt": "b", "c.txt": "c"})
     lines = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    inputs = resolve_paths(lines, folder)
+    inputs = resolve_paths(lines, directory)
     before = list(inputs.file_stats())
     inputs.check_unchanged()
-    os.utime(folder / "b.txt", ns=(1, 1))
+    os.utime(directory / "b.txt", ns=(1, 1))
     assert list(inputs.file_stats()) == before, "what was found is what is compared with"
     inputs.check_unchanged([DocumentRange(0, 0, 10), DocumentRange(1, 0, 1)])
     lines.write_text("shorter")
-    (folder / "c.txt").unlink()
+    (directory / "c.txt").unlink()
     changes = {
         "b.txt: changed while it was read: found another modification time": DocumentRange(1, 1, 2),
         "a.jsonl: changed while it was read: found 7 bytes, expected ": DocumentRange(0, 0, 10),
@@ -258,7 +269,7 @@ def test_a_file_that_changes_is_noticed(tmp_path):
         inputs.check_unchanged()
 
 
-def write_encoded(folder, texts, encoding):
+def write_encoded(directory, texts, encoding):
     """Write the texts as lines, paragraphs and rows in `encoding`, with CRLF."""
     contents = {
         "a.csv": ['"id";"text"', *(f'{number};"{text}"' for number, text in enumerate(texts))],
@@ -267,8 +278,8 @@ def write_encoded(folder, texts, encoding):
         "a.txt": [text for text in texts if text],
     }
     for name, lines in contents.items():
-        (folder / name).write_bytes("\r\n".join(lines).encode(encoding))
-        (folder / f"{name}.gz").write_bytes(gzip.compress((folder / name).read_bytes()))
+        (directory / name).write_bytes("\r\n".join(lines).encode(encoding))
+        (directory / f"{name}.gz").write_bytes(gzip.compress((directory / name).read_bytes()))
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-16be", "utf-8-sig"])

@@ -19,10 +19,10 @@ from megaenc.errors import InputError
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
     """Return a tokenizer with [CLS] and [SEP] around a text, and no EOS."""
-    folder = tokenizer_shapes.save(
+    directory = tokenizer_shapes.save(
         tokenizer_shapes.SHAPES["bert"](), tmp_path_factory.mktemp("shapes") / "bert"
     )
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(directory)
 
 
 def test_modes_of_a_tokenizer_with_a_template(bert):

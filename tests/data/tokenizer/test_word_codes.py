@@ -38,12 +38,12 @@ def documents() -> list[str]:
 @pytest.fixture(scope="module")
 def tokenizers(documents, tmp_path_factory):
     """Return small tokenizers by name."""
-    folder = tmp_path_factory.mktemp("kinds")
+    directory = tmp_path_factory.mktemp("kinds")
     kinds = {
         name: hf_tokenizers.KINDS[name][0] for name in ("llama 2", "qwen2", "modernbert", "bert")
     }
     saved = {
-        name: hf_tokenizers.save(make(), folder / name.replace(" ", "-"))
+        name: hf_tokenizers.save(make(), directory / name.replace(" ", "-"))
         for name, make in kinds.items()
     }
     large, config = hf_tokenizers.llama3()

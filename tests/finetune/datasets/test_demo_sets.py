@@ -102,10 +102,10 @@ def test_what_is_documented_twice_is_there_once(parsed):
 @pytest.fixture
 def few_sources(monkeypatch):
     """The documentation of part of networkx instead of everything."""
-    [folder] = importlib.util.find_spec("networkx").submodule_search_locations
+    [directory] = importlib.util.find_spec("networkx").submodule_search_locations
     sources = [
-        (f"networkx/{path.relative_to(folder)}", str(path))
-        for path in Path(folder).glob("algorithms/[c-d]*.py")
+        (f"networkx/{path.relative_to(directory)}", str(path))
+        for path in Path(directory).glob("algorithms/[c-d]*.py")
     ]
     monkeypatch.setattr(corpus, "_find_source_files", lambda: iter(sources))
 
@@ -113,8 +113,8 @@ def few_sources(monkeypatch):
 WORDS = "is a paragraph of more than ten words for the purposes of this."
 
 
-def with_corpus(folder):
-    """Write a corpus of two packages, and one too small for a class, to `folder`.
+def with_corpus(directory):
+    """Write a corpus of two packages, and one too small for a class, to `directory`.
 
     One package has twice as many paragraphs.
     """
@@ -123,15 +123,17 @@ def with_corpus(folder):
         for at in range(count):
             text = f"One {package} {at} {WORDS}\n\nTwo {package} {at} {WORDS}\n\nShort."
             rows.append({"id": f"{package}/{at}.py", "text": text})
-    write_files(folder, {"corpus.jsonl": rows, "heldout.jsonl": ""})
-    hashes = {name: compute_sha256(folder / name) for name in ("corpus.jsonl", "heldout.jsonl")}
-    write_file(folder / "demo.json", {"generator": "megaenc demo", "sha256": hashes})
-    return folder / "finetune"
+    write_files(directory, {"corpus.jsonl": rows, "heldout.jsonl": ""})
+    hashes = {name: compute_sha256(directory / name) for name in ("corpus.jsonl", "heldout.jsonl")}
+    write_file(directory / "demo.json", {"generator": "megaenc demo", "sha256": hashes})
+    return directory / "finetune"
 
 
-def contents(folder):
+def contents(directory):
     return {
-        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        path.relative_to(directory): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
     }
 
 
@@ -199,22 +201,27 @@ def test_what_is_there_is_kept(tmp_path):
 
 def test_one_set_is_made_without_the_others(few_sources, tmp_path, monkeypatch, capsys):
     """Texts of packages are made without functions, whose reading takes long."""
-    folder = with_corpus(tmp_path / "a")
+    directory = with_corpus(tmp_path / "a")
     reads = []
     read = demo.read_documentation
     monkeypatch.setattr(demo, "read_documentation", lambda: reads.append(1) or read())
-    find_dataset("demo_sc", demo_folder=str(folder))
-    assert ([path.name for path in folder.iterdir() if path.is_dir()], reads) == (["demo_sc"], [])
-    assert f"{folder}: building demo_sc from installed packages, once;" in capsys.readouterr().out
+    find_dataset("demo_sc", demo_folder=str(directory))
+    assert ([path.name for path in directory.iterdir() if path.is_dir()], reads) == (
+        ["demo_sc"],
+        [],
+    )
+    assert (
+        f"{directory}: building demo_sc from installed packages, once;" in capsys.readouterr().out
+    )
     for name in demo.DEMO_DATASETS[::-1]:
-        find_dataset(name, demo_folder=str(folder))
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(
+        find_dataset(name, demo_folder=str(directory))
+    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == sorted(
         demo.DEMO_DATASETS
     ) and reads == [1]
 
 
-def test_nothing_is_written_or_read_outside_the_folder(tmp_path, monkeypatch):
-    """The folder above is somebody's, with a corpus of that name."""
+def test_nothing_is_written_or_read_outside_the_directory(tmp_path, monkeypatch):
+    """The directory above is somebody's, with a corpus of that name."""
     made = [
         (f"{name}/{number}", f"{name} {number} {WORDS}")
         for name in ("one", "two")
@@ -234,7 +241,7 @@ def test_nothing_is_written_or_read_outside_the_folder(tmp_path, monkeypatch):
 def test_a_file_in_the_place_of_a_set_is_refused_at_once(tmp_path):
     (tmp_path / "demo_qa").write_text("mine")
     with pytest.raises(
-        InputError, match="demo_qa: found a file; expected the folder of a demo set"
+        InputError, match="demo_qa: found a file; expected the directory of a demo set"
     ):
         demo.ensure_demo_datasets(tmp_path)
     assert contents(tmp_path) == {Path("demo_qa"): b"mine"}

@@ -340,7 +340,7 @@ LATER = [
     (answered(503), True),
     (answered(429), True),
     (behind(answered(502)), True),
-    (LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder"), True),
+    (LocalEntryNotFoundError("Cannot find an appropriate cached snapshot directory"), True),
     (answered(404), False),
     (DatasetNotFoundError("no such"), False),
     (ValueError("no\nsuch split"), False),

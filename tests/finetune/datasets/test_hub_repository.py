@@ -84,7 +84,7 @@ def test_an_existing_path_is_read_instead(on_hub, tmp_path):
     assert find_dataset("org/films").labels == ("yes",)
     with pytest.raises(
         InputError,
-        match=r"data set org/flims: found no file or folder org/flims, expected one with labelled",
+        match=r"data set org/flims: found no file or directory org/flims, expected one with",
     ):
         find_dataset("org/flims")
     assert not calls
@@ -192,8 +192,8 @@ def test_what_is_no_labelled_data_is_one_line(on_hub, content, message):
 
 @pytest.mark.parametrize("given, error, message", [
     ("runs/nowhere", ConnectionError("Couldn't reach it"),
-     r"^data set runs/nowhere: found no file or folder runs/nowhere; runs/nowhere of the Hugging "
-     r"Face Hub cannot be read: "
+     r"^data set runs/nowhere: found no file or directory runs/nowhere; runs/nowhere of the "
+     r"Hugging Face Hub cannot be read: "
      r"Couldn't reach it; expected a data set of the Hub and a network once, or a path of local "
      r"data$"),
     ("hf:glue",

@@ -37,10 +37,10 @@ ASKED = {
 }
 
 
-def read(folder, file, content):
+def read(directory, file, content):
     """The test examples of a file alone."""
-    write_file(folder / file, content)
-    return find_dataset(str(folder / file)).load_split("test")
+    write_file(directory / file, content)
+    return find_dataset(str(directory / file)).load_split("test")
 
 
 def labels_of(dataset, split="train"):
@@ -115,9 +115,9 @@ def test_names_with_points_are_classes_if_one_is_no_number(tmp_path, labels):
 def test_a_number_is_a_position_only_among_names_that_are_no_numbers(
     tmp_path, form, names, labels, indices
 ):
-    folder = write_splits(tmp_path / "stars", form, labelled(*labels))
+    directory = write_splits(tmp_path / "stars", form, labelled(*labels))
     write_file(tmp_path / "stars" / "meta.json", {"labels": names})
-    assert labels_of(find_dataset(folder)) == indices
+    assert labels_of(find_dataset(directory)) == indices
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
@@ -148,7 +148,7 @@ def test_minus_one_may_be_a_class(tmp_path):
 def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_the_studys(tmp_path):
     alone = {"text": "It rains {now}.", "label": "no"}
     pair = alone | {"text_pair": "It is wet.", "label": "yes"}
-    folder = write_splits(tmp_path / "rain", "jsonl", [alone, pair])
+    directory = write_splits(tmp_path / "rain", "jsonl", [alone, pair])
     templates = {
         "{text_pair} | {text}": "It is wet. | It rains {now}.",
         "{{{text}}} {text_pair}": "{It rains {now}.} It is wet.",
@@ -156,14 +156,17 @@ def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_th
         "tokenizer": ("It rains {now}.", "It is wet."),
     }
     for template, joined in templates.items():
-        assert texts_of(find_dataset(folder, pair_template=template)) == ["It rains {now}.", joined]
-    studys = texts_of(find_dataset(f"mnli_m={folder}"))
+        assert texts_of(find_dataset(directory, pair_template=template)) == [
+            "It rains {now}.",
+            joined,
+        ]
+    studys = texts_of(find_dataset(f"mnli_m={directory}"))
     assert studys == ["It rains {now}.", "Premise: It rains {now}.\nHypothesis: It is wet."]
     for bad in ("{text}", "{text} {text_pair} {", "{text:>5d} {text_pair}", "{text.x} {text_pair}"):
         with pytest.raises(
             InputError, match=r"--pair-template .*: .*expected \{text\} and \{text_pair\}"
         ):
-            find_dataset(folder, pair_template=bad)
+            find_dataset(directory, pair_template=bad)
 
 
 def test_the_template_of_pairs_is_in_the_fingerprint_if_there_are_pairs_anywhere(tmp_path):
@@ -239,20 +242,20 @@ def test_class_names_in_parquet_files_are_the_labels_and_must_be_those_of_train(
             datasets.ClassLabel(names=names),
             labelled(0, 1),
         )
-    folder = str(tmp_path / "stars")
+    directory = str(tmp_path / "stars")
     message = (
         r"test.parquet: names of column `label`: found 1, 2, expected those of .*train.parquet or "
         r"a meta.json"
     )
     with pytest.raises(InputError, match=message):
-        find_dataset(folder)
+        find_dataset(directory)
     (tmp_path / "stars" / "test.parquet").unlink()
-    assert find_dataset(folder).labels == ("2", "1") and labels_of(
-        find_dataset(folder), "test"
+    assert find_dataset(directory).labels == ("2", "1") and labels_of(
+        find_dataset(directory), "test"
     ) == [0, 1]
     write_file(tmp_path / "stars" / "meta.json", {"labels": ["1", "2"]})
-    assert find_dataset(folder).labels == ("1", "2") and labels_of(
-        find_dataset(folder), "test"
+    assert find_dataset(directory).labels == ("1", "2") and labels_of(
+        find_dataset(directory), "test"
     ) == [0, 1]
     tags = datasets.Sequence(datasets.ClassLabel(names=["O", "B-PER"]))
     write_named(
@@ -377,19 +380,19 @@ BEIR_GRADES = {
 }
 
 
-def beir(folder, changed=None, **qrels):
-    """A BEIR folder; with other grades of a split (None: without it) or other files."""
+def beir(directory, changed=None, **qrels):
+    """A BEIR set; with other grades of a split (None: without it) or other files."""
     grades = {split: rows for split, rows in (BEIR_GRADES | qrels).items() if rows is not None}
-    return write_files(folder, beir_files(BEIR_TEXTS, BEIR_QUERIES, **grades) | (changed or {}))
+    return write_files(directory, beir_files(BEIR_TEXTS, BEIR_QUERIES, **grades) | (changed or {}))
 
 
 @pytest.mark.parametrize("capitals", [False, True])
-def test_retrieval_of_a_beir_folder(tmp_path, capitals):
-    folder = beir(tmp_path / "b")
+def test_retrieval_of_a_beir_directory(tmp_path, capitals):
+    directory = beir(tmp_path / "b")
     if capitals:
         for file in [*(tmp_path / "b").glob("*.jsonl"), *(tmp_path / "b").glob("qrels/*")]:
             file.rename(file.with_suffix(file.suffix.upper()))
-    found = find_dataset(folder)
+    found = find_dataset(directory)
     assert (found.family, found.train_on, found.fingerprint) == (
         TaskFamily.IR,
         "b",
@@ -409,7 +412,7 @@ def test_retrieval_of_a_beir_folder(tmp_path, capitals):
         {"q4": "Query: ask 4"}, documents, {"q4": {"d4": 1}}, ignore_identical_ids=True
     )
     assert [found.load_split(split) for split in ("validation", "test")] == [validation, test]
-    whole = find_dataset(folder, whole_corpus=True)
+    whole = find_dataset(directory, whole_corpus=True)
     assert (
         list(whole.load_split("test").documents) == [f"d{n}" for n in range(6)]
         and whole.fingerprint != found.fingerprint
@@ -442,7 +445,7 @@ def test_texts_that_nothing_judges_are_not_looked_at(tmp_path):
 
 def test_a_split_of_one_is_too_small_to_share(tmp_path):
     one = [("q1", "d1", 1)]
-    for folder, split, message in (
+    for directory, split, message in (
         (
             beir(tmp_path / "a", dev=None, train=one),
             "train",
@@ -461,7 +464,7 @@ def test_a_split_of_one_is_too_small_to_share(tmp_path):
         ),
     ):
         with pytest.raises(InputError, match=message):
-            find_dataset(folder).load_split(split)
+            find_dataset(directory).load_split(split)
 
 
 def test_models_can_be_trained_on_other_pairs(tmp_path):
@@ -525,7 +528,10 @@ def test_the_fingerprint_is_of_the_content_and_not_of_the_place(tmp_path):
     relabelled = write_splits(tmp_path / "d", "jsonl", SENTIMENT)
     write_file(tmp_path / "d" / "meta.json", {"labels": ["negative", "positive"]})
     assert find_dataset(first).fingerprint == find_dataset(second).fingerprint
-    assert len({find_dataset(folder).fingerprint for folder in (first, changed, relabelled)}) == 3
+    assert (
+        len({find_dataset(directory).fingerprint for directory in (first, changed, relabelled)})
+        == 3
+    )
 
 
 GOOD = '{"id": "a", "text": "good", "label": "yes"}\n'
@@ -652,7 +658,7 @@ def test_bad_files(tmp_path, file, content, message):
 
 
 TWO = {"labels": ["negative", "positive"]}
-BAD_FOLDERS = [
+BAD_DIRECTORIES = [
     (
         {"train.jsonl": None, "test.jsonl": None, "README.md": "nothing"},
         r"found no file of a known format, expected train\.\*",
@@ -700,8 +706,8 @@ BAD_FOLDERS = [
 ]
 
 
-@pytest.mark.parametrize("changed, message", BAD_FOLDERS)
-def test_bad_folders(tmp_path, changed, message):
+@pytest.mark.parametrize("changed, message", BAD_DIRECTORIES)
+def test_bad_directories(tmp_path, changed, message):
     files = {
         "train.jsonl": SENTIMENT,
         "valid.jsonl": changed.get("train.jsonl", SENTIMENT),
@@ -758,13 +764,13 @@ def test_judged_documents_that_are_not_in_the_corpus_are_counted(tmp_path, capsy
 
 def test_a_task_can_be_told(tmp_path):
     """Where rows have the keys of two; in vain where they have not."""
-    folder = write_splits(
+    directory = write_splits(
         tmp_path / "x", "jsonl", [row | {"text": "x", "label": "y"} for row in TAGGED]
     )
-    assert find_dataset(folder).family is TaskFamily.TC
-    assert find_dataset(folder, task="SC").load_split("train") == [LabelledText("a", "x", 0)]
+    assert find_dataset(directory).family is TaskFamily.TC
+    assert find_dataset(directory, task="SC").load_split("train") == [LabelledText("a", "x", 0)]
     with pytest.raises(InputError, match=r"--task IR: .* holds no corpus.jsonl"):
-        find_dataset(folder, task="IR")
+        find_dataset(directory, task="IR")
     with pytest.raises(
         InputError, match=r"--task SC: .*b holds corpus.jsonl and queries.jsonl, expected --task IR"
     ):
@@ -790,11 +796,11 @@ def one_compressed_line(path):
     ("train.jsonl", one_compressed_line, r"train.jsonl:1: longer than 67,108,864 bytes"),
 ])  # fmt: skip
 def test_files_that_would_harm_their_reader_are_one_line(tmp_path, file, make, message):
-    folder = write_splits(tmp_path / "data", "jsonl", SENTIMENT)
+    directory = write_splits(tmp_path / "data", "jsonl", SENTIMENT)
     (tmp_path / "data" / file).unlink(missing_ok=True)
     make(tmp_path / "data" / file)
     with pytest.raises(InputError, match=message):
-        find_dataset(folder).load_split("train")
+        find_dataset(directory).load_split("train")
 
 
 @pytest.mark.parametrize("file, content", [

@@ -36,8 +36,8 @@ def test_every_rate_and_seed_is_done_and_then_skipped(tmp_path, capsys):
     grid.run("sc1", "qa1")
     before = tree(grid.output)
     assert sorted(before) == sorted(
-        f"toy/{folder}/lr{rate}_sd{seed}/results.json"
-        for folder in ("SC/sc1", "QA/qa1")
+        f"toy/{directory}/lr{rate}_sd{seed}/results.json"
+        for directory in ("SC/sc1", "QA/qa1")
         for rate in ("1e-05", "5e-04")
         for seed in (0, 1)
     )

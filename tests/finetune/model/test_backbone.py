@@ -51,16 +51,16 @@ _KINDS = {
 _PADDED = {"deberta": ("deberta-v2", {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]})}
 
 
-def _save(folder, kind, auto=transformers.AutoModel):
-    """A random model as a folder with all that is looked for; its transformers model."""
+def _save(directory, kind, auto=transformers.AutoModel):
+    """A random model with all files that are looked for, and as transformers' own."""
     model_type, values = (_KINDS | _PADDED)[kind]
-    model = save_model(folder, model_type, None, auto, **_IDS | values)
-    (folder / "tokenizer.json").write_text("{}")
+    model = save_model(directory, model_type, None, auto, **_IDS | values)
+    (directory / "tokenizer.json").write_text("{}")
     return model
 
 
-def _load(folder, direction="bidirectional", dtype=torch.float32):
-    return load_backbone(str(folder), direction, device="cpu", dtype=dtype)
+def _load(directory, direction="bidirectional", dtype=torch.float32):
+    return load_backbone(str(directory), direction, device="cpu", dtype=dtype)
 
 
 def _texts(*lengths):
@@ -188,7 +188,7 @@ def test_16_bit_parameters_remember_what_they_were(tmp_path):
     assert backbone.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_a_folder_with_code_or_a_head_is_read_without_them(tmp_path):
+def test_a_directory_with_code_or_a_head_is_read_without_them(tmp_path):
     """As the study's models have."""
     texts = _texts(4, 6)
     model = _save(tmp_path / "eurobert", "eurobert")
@@ -209,7 +209,7 @@ def test_a_folder_with_code_or_a_head_is_read_without_them(tmp_path):
      r"weights are missing \(embeddings\..*, \.\.\.\), expected those of a b"),
     (transformers.T5Config(), "found a t5 model, expected an encoder or a decoder"),
 ])  # fmt: skip
-def test_a_folder_of_another_model_is_refused(tmp_path, config, message):
+def test_a_directory_of_another_model_is_refused(tmp_path, config, message):
     _save(tmp_path, "llama")
     config.architectures = ["BertModel"]
     config.save_pretrained(tmp_path)

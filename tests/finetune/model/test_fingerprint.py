@@ -1,4 +1,4 @@
-"""Fingerprint of a model's folder: bytes of weights, read once while unchanged."""
+"""Fingerprint of a model's directory: bytes of weights, read once while unchanged."""
 
 import hashlib
 import os
@@ -10,38 +10,41 @@ from megaenc.errors import InputError
 from megaenc.finetune.model import fingerprint
 from megaenc.finetune.model.fingerprint import (
     FINGERPRINT_FILE,
-    check_model_folder,
+    check_model_directory,
     compute_model_fingerprints,
     save_fingerprints,
 )
 
 
-def compute_and_save(folders: list[str], results: str) -> list[str]:
+def compute_and_save(directories: list[str], results: str) -> list[str]:
     """The fingerprints, which are then also in `results`."""
-    fingerprints = compute_model_fingerprints(folders, results)
+    fingerprints = compute_model_fingerprints(directories, results)
     save_fingerprints(results)
     return fingerprints
 
 
 @pytest.fixture
 def reads(monkeypatch) -> list[str]:
-    """The folders whose weights were read, in order."""
+    """The directories whose weights were read, in order."""
     found = []
     digest = fingerprint._hash_files
     monkeypatch.setattr(
         fingerprint,
         "_hash_files",
-        lambda folder, *more: found.append(folder.name) or digest(folder, *more),
+        lambda directory, *more: found.append(directory.name) or digest(directory, *more),
     )
     return found
 
 
 def test_weights_are_read_once(tmp_path, reads):
-    folders = [str(make_model(tmp_path / name)) for name in ("one", "two")]
-    first = compute_and_save(folders[:1], str(tmp_path))
-    both = compute_and_save(folders, str(tmp_path))
+    directories = [str(make_model(tmp_path / name)) for name in ("one", "two")]
+    first = compute_and_save(directories[:1], str(tmp_path))
+    both = compute_and_save(directories, str(tmp_path))
     assert reads == ["one", "two"] and both[0] == first[0] != both[1]
-    assert compute_and_save(folders[::-1], str(tmp_path)) == both[::-1] and reads == ["one", "two"]
+    assert compute_and_save(directories[::-1], str(tmp_path)) == both[::-1] and reads == [
+        "one",
+        "two",
+    ]
 
 
 def test_the_fingerprint_is_of_names_and_bytes(tmp_path):
@@ -65,7 +68,7 @@ def test_weights_that_change_behind_their_time_are_read_again(tmp_path, reads):
 
 
 @pytest.mark.parametrize("content", ["", '{"a": 1}'])
-def test_a_file_of_fingerprints_that_says_nothing_is_made_again_and_no_folder_for_it(
+def test_a_file_of_fingerprints_that_says_nothing_is_made_again_and_no_directory_for_it(
     tmp_path, content
 ):
     model = str(make_model(tmp_path / "one"))
@@ -99,17 +102,18 @@ def test_what_is_missing_is_named(tmp_path, name, content, message):
     model = make_model(tmp_path / "one")
     (model / "pytorch_model.bin").touch()  # neither of these is loaded
     (model / "vocab.txt").touch()
-    check_model_folder(str(model))
+    check_model_directory(str(model))
     (model / name).unlink() if content is None else (model / name).write_text(content)
     with pytest.raises(InputError, match=message):
-        check_model_folder(str(model))
+        check_model_directory(str(model))
 
 
-def test_a_name_of_the_hub_is_told_how_to_become_a_folder():
+def test_a_name_of_the_hub_is_told_how_to_become_a_directory():
     with pytest.raises(
         InputError,
         match=(
-            r"--model bert-base-uncased: no such folder; .* `hf download NAME --local-dir FOLDER`"
+            r"--model bert-base-uncased: no such directory; .* `hf download NAME --local-dir "
+            r"DIRECTORY`"
         ),
     ):
-        check_model_folder("bert-base-uncased")
+        check_model_directory("bert-base-uncased")

@@ -82,7 +82,7 @@ def refused(tree, tmp_path, refusal):
 
 @pytest.fixture
 def run(tree):
-    """The folder of the second run."""
+    """The directory of the second run."""
     return tree / "610m-clm-42k" / "SC" / "sst2" / "lr2e-05_sd1"
 
 
@@ -103,7 +103,7 @@ def test_a_report_of_a_damaged_result_is_one_line(tree, run, tmp_path, refusal):
 
 FILES = {
     "a FIFO": os.mkfifo,
-    "a folder": os.mkdir,
+    "a directory": os.mkdir,
     "bytes that are no UTF-8": lambda file: file.write_bytes(b'{"\xff": 1}'),
     "a failure without a text": lambda file: file.write_text('{"reason": 3}'),
 }
@@ -120,7 +120,7 @@ def test_a_file_of_another_kind_is_one_line(kind, name, run, refused):
 @pytest.mark.parametrize(
     "name", ["lr1.2.3_sd0", "lr0_sd0", "lr1e999_sd0", "lr_sd0", "lr2e-05_sd-1"]
 )
-def test_a_folder_that_is_named_after_no_rate_and_seed_is_passed_by(name, tree, run):
+def test_a_directory_that_is_named_after_no_rate_and_seed_is_passed_by(name, tree, run):
     run.rename(run.with_name(name))
     assert len(result_files.read_result_tree(tree)) == 1
 

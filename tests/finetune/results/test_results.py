@@ -47,7 +47,7 @@ def write(one: FinetuneJob, dataset="sst2", **fitting) -> Path:
     result_files.write_result(
         one, result_files.DatasetResult(dataset, splits, 7, found, "0" * 64, {"training": 1.23456})
     )
-    return result_files.job_folder(one, dataset)
+    return result_files.job_directory(one, dataset)
 
 
 @pytest.mark.parametrize(
@@ -59,17 +59,17 @@ def test_rates_are_named_as_in_published_results(rate, name):
     )
 
 
-def test_folders_are_those_of_published_results(tmp_path):
-    assert result_files.job_folder(job("out"), "sst2") == Path("out/toy/SC/sst2/lr2e-05_sd3")
+def test_directories_are_those_of_published_results(tmp_path):
+    assert result_files.job_directory(job("out"), "sst2") == Path("out/toy/SC/sst2/lr2e-05_sd3")
     retrieval = job("out", TaskFamily.IR, "nq", "msmarco_pairs", 5e-4)
-    assert result_files.job_folder(retrieval, "nq") == Path(
+    assert result_files.job_directory(retrieval, "nq") == Path(
         "out/toy/IR/nq/msmarco_pairs_lr5e-04_sd3"
     )
 
 
 def test_what_is_written_is_read_back_and_holds_no_time(tmp_path):
     one = job(tmp_path)
-    folder = write(one)
+    directory = write(one)
     [found] = result_files.read_result_tree(tmp_path)
     asked = fake_runs.scores(one, "sst2", "test")
     assert (found.model, found.family, found.dataset, found.train_on) == (
@@ -82,7 +82,7 @@ def test_what_is_written_is_read_back_and_holds_no_time(tmp_path):
     assert found.test == result_files.SplitScores(asked.score, asked.metrics, None, asked.baseline)
     assert found.validation.score == fake_runs.scores(one, "sst2", "validation").score
     assert not found.scores_only and found.has_common_examples
-    values = read_json(folder / "results.json")
+    values = read_json(directory / "results.json")
     assert (
         values["test"]["scores_i"]
         and values["test"]["metrics_i"]["accuracy"]
@@ -95,7 +95,7 @@ def test_what_is_written_is_read_back_and_holds_no_time(tmp_path):
         "dataset": "s" * 64,
     }
     assert values["protocol"]["batch_size"] == 32 and values["steps"] == 7
-    assert read_json(folder / "timing.json") == {"training": 1.235}
+    assert read_json(directory / "timing.json") == {"training": 1.235}
 
 
 def test_a_result_takes_the_place_of_a_failure(tmp_path):
@@ -207,10 +207,10 @@ def test_what_is_no_result_is_passed_by(tmp_path):
 
 def test_what_a_killed_run_left_is_swept_away(tmp_path):
     one = job(tmp_path)
-    folder = write(one)
-    (folder / ".results.json.12-0123abcd.tmp").touch()
+    directory = write(one)
+    (directory / ".results.json.12-0123abcd.tmp").touch()
     result_files.remove_partial_files(one)
-    assert sorted(path.name for path in folder.iterdir()) == ["results.json", "timing.json"]
+    assert sorted(path.name for path in directory.iterdir()) == ["results.json", "timing.json"]
 
 
 @pytest.mark.parametrize(("given", "name"), [
@@ -218,7 +218,7 @@ def test_what_a_killed_run_left_is_swept_away(tmp_path):
     ("..=toy", None), ("a b\n=toy", None), ("\x1b[2J=toy", None), ("a\u202eb=toy", None),
     ("a/../b=toy", None),
 ])  # fmt: skip
-def test_models_are_named_by_their_folder_or_otherwise(tmp_path, monkeypatch, given, name):
+def test_models_are_named_by_their_directory_or_otherwise(tmp_path, monkeypatch, given, name):
     """Their results are below the output, whatever the name."""
     (tmp_path / "models" / "sub").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "models")
@@ -228,6 +228,6 @@ def test_models_are_named_by_their_folder_or_otherwise(tmp_path, monkeypatch, gi
         assert parse_model(given).name == name
         return
     with pytest.raises(
-        InputError, match="found the name" if "/" not in given else "no such folder"
+        InputError, match="found the name" if "/" not in given else "no such directory"
     ):
         parse_model(given)

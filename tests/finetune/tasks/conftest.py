@@ -34,21 +34,21 @@ def encoder(tokenizer):
 
 
 @pytest.fixture(scope="session")
-def folder(tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
+def directory(tokenizer, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
     save_model(
-        folder,
+        directory,
         "eurobert",
         tokenizer,
         hidden_size=16,
         num_attention_heads=2,
         max_position_embeddings=128,
     )
-    return folder
+    return directory
 
 
 @pytest.fixture
-def make_model(folder) -> Callable:
+def make_model(directory) -> Callable:
     """The model of a task, with a head that is not all but 0."""
 
     def make(task):
@@ -57,7 +57,7 @@ def make_model(folder) -> Callable:
         for weights in head.parameters():
             nn.init.normal_(weights)
         return TaskModel(
-            load_backbone(str(folder), "bidirectional", device="cpu", dtype=torch.float32), head
+            load_backbone(str(directory), "bidirectional", device="cpu", dtype=torch.float32), head
         )
 
     return make

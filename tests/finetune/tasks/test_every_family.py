@@ -47,9 +47,9 @@ ROWS = np.array([3, 1, 2])
 
 
 @pytest.fixture
-def plain(folder):
+def plain(directory):
     """transformers' own model."""
-    model = EuroBertModel.from_pretrained(folder, attn_implementation="eager")
+    model = EuroBertModel.from_pretrained(directory, attn_implementation="eager")
     model.get_input_embeddings().padding_idx = (
         None  # the token that pads also ends texts, and has a gradient there
     )

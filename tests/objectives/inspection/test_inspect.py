@@ -22,24 +22,24 @@ DOCUMENTS = ["dog fox dog", "dog", "fox fox fox dog dog fox", "dog dog"]
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Return prefix and tokenizer folder of a corpus in which each word is a token."""
-    folder = tmp_path_factory.mktemp("inspected")
+    """Return prefix and tokenizer directory of a corpus in which each word is a token."""
+    directory = tmp_path_factory.mktemp("inspected")
     tokenizer = small_tokenizer()
-    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(directory / "tokenizer")
     lengths = [len(reference_ids(tokenizer, " " + text)) for text in DOCUMENTS]
     assert lengths == [3, 1, 6, 2]
-    text = write_jsonl(folder / "text.jsonl", [" " + text for text in DOCUMENTS])
+    text = write_jsonl(directory / "text.jsonl", [" " + text for text in DOCUMENTS])
     flags = [
         "--input",
         text,
         "--output-prefix",
-        folder / "words",
+        directory / "words",
         "--tokenizer",
-        folder / "tokenizer",
+        directory / "tokenizer",
         "--append-eod",
     ]
     preprocess.main([str(flag) for flag in flags])
-    return str(folder / "words_text_document"), str(folder / "tokenizer")
+    return str(directory / "words_text_document"), str(directory / "tokenizer")
 
 
 def inspect_output(capsys, *flags) -> str:

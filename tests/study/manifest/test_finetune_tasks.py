@@ -16,7 +16,7 @@ from megaenc.study.manifest.training_sets import (
 
 @pytest.fixture
 def data(tmp_path):
-    """Return a folder of labelled text, two small retrieval sets, and a link to one."""
+    """Return the path of labelled text, two small retrieval sets, a link to one."""
     sets = tmp_path / "sets"
     small_data.write_file(
         sets / "mine.jsonl.gz", 20 * [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]

@@ -186,7 +186,7 @@ WRONG_ENTRIES = {
         {"size": "toy", "steps": 1000, "schedule": ",".join(["clm:20", "mlm:20"] * 25)},
         "180 bytes",
     ),
-    "a name that is a folder": (TOY | {"name": ".."}, "expected letters, digits and . _ -"),
+    "a name that is a directory": (TOY | {"name": ".."}, "expected letters, digits and . _ -"),
     "a long size": (TOY | {"size": "x" * 9000}, "xxx..., expected one of toy"),
     "infinity as text": (TOY | {"peak_rate": "1e400"}, "found '1e400', expected a finite number"),
     "repetitions": (
@@ -247,11 +247,11 @@ WRONG = {
     ),
     "nothing to retrieve": (
         {"embed": {"train": "x"}},
-        "embed: field `datasets`: found none, expected at least one BEIR folder",
+        "embed: field `datasets`: found none, expected at least one BEIR directory",
     ),
     "retrieval of the Hub": (
         {"embed": {"datasets": ["msmarco@1"]}},
-        "found msmarco@1, expected BEIR folders as PATH or NAME=PATH",
+        "found msmarco@1, expected BEIR directories as PATH or NAME=PATH",
     ),
     "name of retrieval": (
         {"embed": {"datasets": ["a b=c"]}},

@@ -161,16 +161,16 @@ def test_the_real_settings_take_every_run(file):
     )
 
 
-def test_paths_are_found_from_the_folder_of_data(tmp_path):
-    """Local sets, corpora and a tokenizer's folder; folder names are no patterns."""
-    folder = tmp_path / "data[1]"
-    (folder / "tok").mkdir(parents=True)
-    (folder / "qa").mkdir()
+def test_paths_are_found_from_the_directory_of_data(tmp_path):
+    """Local sets, corpora and a tokenizer; names of directories are no patterns."""
+    directory = tmp_path / "data[1]"
+    (directory / "tok").mkdir(parents=True)
+    (directory / "qa").mkdir()
     for name in ("a", "b"):
-        (folder / f"{name}.idx").touch()
+        (directory / f"{name}.idx").touch()
     settings = {"datasets": ["squad=qa", "qa"], "learning_rates": [1e-4], "seeds": 1}
     for tokenizer, expected in (
-        ("tok", str(folder / "tok")),
+        ("tok", str(directory / "tok")),
         ("EuroBERT/EuroBERT-210m", "EuroBERT/EuroBERT-210m"),
     ):
         pretrain = manifests.BASE["pretrain"] | {
@@ -181,13 +181,13 @@ def test_paths_are_found_from_the_folder_of_data(tmp_path):
         path = manifests.write(
             tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024}, finetune=settings
         )
-        plan = build_graph(read_manifest(path, folder))
+        plan = build_graph(read_manifest(path, directory))
         [run, *_] = plan.runs.values()
         words = run.flags["data_path"]
-        assert run.flags["valid_data_path"] == [f"web={folder / 'w'}", "law=/l"]
+        assert run.flags["valid_data_path"] == [f"web={directory / 'w'}", "law=/l"]
         assert (
             words[::2] == ["1/3", "0.5"] and words[3] == "/b" and run.flags["tokenizer"] == expected
         )
-        assert list_prefixes([words[1]]) == [str(folder / "a"), str(folder / "b")]
+        assert list_prefixes([words[1]]) == [str(directory / "a"), str(directory / "b")]
     datasets = [grid.flags["datasets"] for grid in plan.grids.values()]
-    assert datasets[:2] == [(f"squad={folder / 'qa'}",), (str(folder / "qa"),)]
+    assert datasets[:2] == [(f"squad={directory / 'qa'}",), (str(directory / "qa"),)]

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from study_folders import write_result
+from study_directories import write_result
 
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.report.score_tables import (
@@ -84,8 +84,8 @@ def test_collapsed_runs_are_counted_by_data_set_and_by_rate(tmp_path):
         for seed in range(5):
             for dataset in ("msmarco", "nq"):
                 worthless = "random" if (rate, seed, dataset) == ("5e-05", 0, "nq") else None
-                folder = tmp_path / "clm" / "IR" / dataset / f"pairs_lr{rate}_sd{seed}"
-                write_result(folder, 0.9, collapsed=worthless, baseline={"score": 0.5})
+                directory = tmp_path / "clm" / "IR" / dataset / f"pairs_lr{rate}_sd{seed}"
+                write_result(directory, 0.9, collapsed=worthless, baseline={"score": 0.5})
             failed = tmp_path / "mlm" / "SC" / "sst2" / f"lr{rate}_sd{seed}" / "failed.json"
             failed.parent.mkdir(parents=True)
             failed.write_text('{"reason": "the loss is nan", "step": 3}')

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from study_folders import DATASETS, RATES, settings
+from study_directories import DATASETS, RATES, settings
 
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
 from megaenc.study.report.figures import objectives
@@ -124,7 +124,7 @@ def test_rates_are_drawn_below_each_models_best(ours):
             and tuple(point.x for point in line.points) == RATES
         )
     strong = {name: line.points[1].mean for name, line in lines(picture).items()}
-    assert strong["MLM"] < strong["CLM"] < 0  # as the folders were made
+    assert strong["MLM"] < strong["CLM"] < 0  # as the directories were made
     assert not build_rate_figure(published()).panels
 
 

@@ -7,7 +7,7 @@ import re
 import shutil
 
 import pytest
-from study_folders import settings, write_results, write_runs
+from study_directories import settings, write_results, write_runs
 
 from megaenc.study.report import command as report_command
 from megaenc.study.report import output_dir
@@ -43,10 +43,10 @@ def study(tmp_path_factory):
     return root
 
 
-def content(folder) -> dict:
+def content(directory) -> dict:
     return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
         if path.is_file()
     }
 
@@ -184,7 +184,7 @@ def test_results_outside_of_the_manifests_grid_are_left_out_and_students_interva
 
 
 FOREIGN = [
-    # what is in the folder besides tables/base.csv, and what is said
+    # what is in the directory besides tables/base.csv, and what is said
     ({"index.html": "my own", "figures/photo.png": "my own"}, "contains figures and no report"),
     ({"files.txt": "my own list\n"}, "contains files.txt and no report"),
     ({"files.txt": f"{LIST}tables/raw.csv\n"}, "contains tables/base.csv, which no report wrote"),
@@ -192,7 +192,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(("files", "words"), FOREIGN)
-def test_a_folder_that_no_report_wrote_is_left_alone(files, words, tmp_path, refusal):
+def test_a_directory_that_no_report_wrote_is_left_alone(files, words, tmp_path, refusal):
     for name, text in {"tables/base.csv": "my own", **files}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -205,10 +205,10 @@ def test_a_folder_that_no_report_wrote_is_left_alone(files, words, tmp_path, ref
 def test_links_are_refused(name, tmp_path, refusal):
     report = tmp_path / "report"
     outside = tmp_path / "outside"
-    for folder in (report, outside):
-        (folder / "tables").mkdir(parents=True)
-        (folder / "index.html").touch()
-        (folder / "files.txt").write_text(LIST)
+    for directory in (report, outside):
+        (directory / "tables").mkdir(parents=True)
+        (directory / "index.html").touch()
+        (directory / "files.txt").write_text(LIST)
     (report / name).rename(tmp_path / "moved")
     (report / name).symlink_to(outside / name)
     before = content(outside)

@@ -5,7 +5,7 @@ import io
 from dataclasses import replace
 
 import pytest
-from study_folders import settings, write_results
+from study_directories import settings, write_results
 
 from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name

@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from study_folders import write_results
-from zero_shot_folders import write_evaluation, write_study
+from study_directories import write_results
+from zero_shot_directories import write_evaluation, write_study
 
 from megaenc.study.manifest.model_key import parse_model_name
 from megaenc.study.report.command import ReportConfig, build_report

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import published_tree
 import pytest
-from study_folders import write_result
+from study_directories import write_result
 
 from megaenc.errors import InputError
 from megaenc.finetune.examples import TaskFamily

@@ -1,8 +1,8 @@
 """Runs are read back with what they cost, beginnings that they share included."""
 
 import pytest
-from run_folders import write_run
-from study_folders import settings
+from run_directories import write_run
+from study_directories import settings
 
 from megaenc.errors import InputError
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
@@ -70,7 +70,7 @@ def test_names_are_the_manifests_first():
     assert found == {"610m-clm-42k": ModelKey("own", 5), "610m-clm-12k": ModelKey("610M", 12_000)}
 
 
-def test_a_folder_without_runs_is_one_line(tmp_path):
+def test_a_directory_without_runs_is_one_line(tmp_path):
     write_run(tmp_path / "good", made=0)
     (tmp_path / "good/run.json").write_text("{")
     # One that has done nothing spoils nothing

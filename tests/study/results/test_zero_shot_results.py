@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from zero_shot_folders import QUERIES, write_evaluation, write_study
+from zero_shot_directories import QUERIES, write_evaluation, write_study
 
 from megaenc.study.claims.verdicts import judge
 from megaenc.study.manifest.model_key import parse_model_name
@@ -17,9 +17,9 @@ MODELS = {"tiny-mlm40-300": 0.4, "tiny-clm-300": 0.3, "tiny-clm-75-mlm40-300": 0
 KEYS = {name: parse_model_name(name) for name in MODELS}
 
 
-def read(folder, **scope):
-    """Return the results below `folder`/embed of the manifest's models in `scope`."""
-    return read_zero_shot(folder / "embed", StudyScope(**scope))
+def read(directory, **scope):
+    """Return the results below `directory`/embed of the manifest's models in `scope`."""
+    return read_zero_shot(directory / "embed", StudyScope(**scope))
 
 
 def test_scores_are_those_of_the_files(tmp_path):
@@ -121,9 +121,9 @@ def test_queries_are_paired_only_if_all_models_have_the_same(tmp_path):
     )
 
 
-def verdicts(folder, **options):
-    """Return the verdicts on the evidence of `folder` by number and part."""
-    zero_shot = read(folder, **options).build_evidence()
+def verdicts(directory, **options):
+    """Return the verdicts on the evidence of `directory` by number and part."""
+    zero_shot = read(directory, **options).build_evidence()
     return {f"{one.claim}{one.part}": one for one in judge(Evidence([]), zero_shot=zero_shot)}
 
 

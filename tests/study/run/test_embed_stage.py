@@ -4,7 +4,7 @@ import manifests
 import pytest
 import small_data
 import stage_artifacts
-import zero_shot_folders
+import zero_shot_directories
 from manifests import EMBED
 from stage_artifacts import STUDY, TWO, make
 
@@ -18,26 +18,27 @@ ONE = {"models": TWO[:1], "finetune": None}
 @pytest.fixture
 def data(tmp_path):
     """The retrieval set and the pairs of EMBED, and a built demo set."""
-    for folder in (tmp_path / "ir" / "sci", tmp_path / STUDY / "demo" / "demo_ir"):
+    for directory in (tmp_path / "ir" / "sci", tmp_path / STUDY / "demo" / "demo_ir"):
         small_data.write_files(
-            folder, dict.fromkeys(("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"), folder.name)
+            directory,
+            dict.fromkeys(("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"), directory.name),
         )
     small_data.write_file(tmp_path / "qa" / "pairs.jsonl", [{"query": "a", "document": "b"}])
     return tmp_path
 
 
-def build(folder, **embed):
+def build(directory, **embed):
     """Return the stages of a study of one model with EMBED and other keys of it."""
-    return stage_artifacts.build_stages(folder, embed={**EMBED, **embed}, **ONE)
+    return stage_artifacts.build_stages(directory, embed={**EMBED, **embed}, **ONE)
 
 
 def make_all(stage):
     """Write all that a stage writes."""
     stage.prepare()
-    zero_shot_folders.make_evaluation(stage, "pretrained")
+    zero_shot_directories.make_evaluation(stage, "pretrained")
     for seed in stage.data.entry.training_seeds:
-        zero_shot_folders.make_training(stage, seed)
-        zero_shot_folders.make_evaluation(stage, f"seed-{seed}")
+        zero_shot_directories.make_training(stage, seed)
+        zero_shot_directories.make_evaluation(stage, f"seed-{seed}")
 
 
 @pytest.fixture
@@ -79,12 +80,12 @@ def test_commands_follow_each_other_until_all_seeds_are_evaluated(data):
     assert stage.needs == ("export/base",) and stage.progress() == (0, 3)
     assert [" ".join(words(command)) for command in stage.remaining_commands()] == expected
     made = [stage.remaining_commands()[0]]
-    zero_shot_folders.make_evaluation(stage, "pretrained")
+    zero_shot_directories.make_evaluation(stage, "pretrained")
     for seed in range(2):
         made.append(stage.remaining_commands()[0])
-        zero_shot_folders.make_training(stage, seed)
+        zero_shot_directories.make_training(stage, seed)
         made.append(stage.remaining_commands()[0])
-        zero_shot_folders.make_evaluation(stage, f"seed-{seed}")
+        zero_shot_directories.make_evaluation(stage, f"seed-{seed}")
     assert [" ".join(words(command)) for command in made] == expected
     assert stage.is_done() and stage.progress() == (3, 3) and not stage.remaining_commands()
     check_stages(stages.values(), stages, study)
@@ -156,7 +157,7 @@ def test_a_new_set_or_seed_is_evaluated_and_a_damaged_file_again(study):
         "seed-1",
     ]
     more.check()
-    (stage.folder / "seed-1.json").write_text("[" * 100_000)
+    (stage.directory / "seed-1.json").write_text("[" * 100_000)
     assert stage.progress() == (2, 3)
     stage.check()
 

@@ -108,7 +108,7 @@ def test_a_manifest_without_a_corpus_is_told_what_to_train_on(tmp_path, capfd, m
 
 
 def test_paths_of_commands_are_absolute(tmp_path, capsys, monkeypatch):
-    """Jobs elsewhere are not begun in this folder."""
+    """Jobs elsewhere are not begun in this directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sets" / "sc").mkdir(parents=True)
     grid = {**manifests.BASE["finetune"], "datasets": ["mine=sc"], "task": "SC"}

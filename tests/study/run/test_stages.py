@@ -25,19 +25,19 @@ def study(tmp_path):
     return tmp_path
 
 
-def nodes(folder, **changes):
-    return stage_artifacts.build_stages(folder, **{"models": TWO, "finetune": GRID, **changes})
+def nodes(directory, **changes):
+    return stage_artifacts.build_stages(directory, **{"models": TWO, "finetune": GRID, **changes})
 
 
 def test_a_run_of_the_stages_command_fits(study, small_corpus):
     stage = nodes(study)["pretrain/base"]
     data = {"data_path": [str(small_corpus.prefix)], "tokenizer": str(small_corpus.tokenizer)}
     plan = build_plan(parse_config(format_flags(stage.flags | data), "pretrain"))
-    (stage.folder / "run.json").write_text(json.dumps(plan.run_metadata))
+    (stage.directory / "run.json").write_text(json.dumps(plan.run_metadata))
     stage.check()
 
 
-def test_another_recipe_names_every_folder_that_was_made_of_the_old_one(study):
+def test_another_recipe_names_every_directory_that_was_made_of_the_old_one(study):
     stages = nodes(study, models=CHANGED)
     with pytest.raises(StaleArtifactError) as refused:
         check_stages(stages.values(), stages, study / STUDY)
@@ -76,7 +76,7 @@ def test_results_of_another_export_are_not_this_models(study):
 
 def test_an_export_that_does_not_say_of_which_run_it_is(study):
     stages = nodes(study)
-    certificate = stages["export/base"].folder / "conversion.json"
+    certificate = stages["export/base"].directory / "conversion.json"
     certificate.write_text(json.dumps({"run": "base", "step": 100}))
     assert_stale(stages["export/base"], "made from another base")
     shutil.rmtree(study / STUDY / "runs" / "base")
@@ -90,7 +90,7 @@ def test_every_result_is_compared_and_not_the_first_alone(study):
     assert not grid.is_done()
     make(grid)
     grid.check()
-    first, second = sorted(grid.folder.rglob("results.json"))
+    first, second = sorted(grid.directory.rglob("results.json"))
     second.write_text(first.read_text().replace('"max_steps": 1000', '"max_steps": 7'))
     assert_stale(grid, "max_steps is 7 there, 1000 here")
 
@@ -148,7 +148,7 @@ def test_a_run_on_a_blend_that_has_changed(tmp_path):
     }
     data = RunData.open(run.flags["data_path"], VOCABULARY, **config)
     make(run, identity={"data": data.fingerprint})
-    file = run.folder / "run.json"
+    file = run.directory / "run.json"
     metadata = json.loads(file.read_text()) | {
         "reading": [{"tokens": row.tokens} for row in data.corpus_usage(10)]
     }
@@ -166,8 +166,8 @@ def test_a_run_on_a_blend_that_has_changed(tmp_path):
     refused()
 
 
-def corpus(folder, vocab_size=300):
-    return nodes(folder, corpus={"text": ["text.jsonl"], "vocab_size": vocab_size})["corpus"]
+def corpus(directory, vocab_size=300):
+    return nodes(directory, corpus={"text": ["text.jsonl"], "vocab_size": vocab_size})["corpus"]
 
 
 def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
@@ -175,12 +175,12 @@ def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
     text.write_text('{"text": "the cat sat on the mat"}\n')
     node = corpus(tmp_path)
     node.prepare()
-    (node.folder / "tokenizer").mkdir()  # and then it was interrupted
+    (node.directory / "tokenizer").mkdir()  # and then it was interrupted
     node.check()
     assert_stale(corpus(tmp_path, 310), "corpus: vocab_size is 300 there, 310 here")
     make(node)
     # A small text gives fewer ids than were asked for.
-    (node.folder / "corpus_text_document.json").write_text(
+    (node.directory / "corpus_text_document.json").write_text(
         '{"vocab_size": 270, "sources": [{"path": "text.jsonl"}]}'
     )
     corpus(tmp_path).check()
@@ -199,9 +199,9 @@ def test_a_run_on_another_corpus_is_told(study):
     run = nodes(study)["pretrain/base"]
     right = {"data": "d1", "tokenizer": VOCABULARY.fingerprint}
     for name in right:
-        shutil.rmtree(run.folder)
+        shutil.rmtree(run.directory)
         stage_artifacts.make_run(run, 100, right | {name: "another"})
         assert_stale(run, f"runs/base: trained with another {name} than")
-    shutil.rmtree(run.folder)
+    shutil.rmtree(run.directory)
     stage_artifacts.make_run(run, 100, right)
     run.check()

@@ -1,4 +1,4 @@
-"""Status of each stage by its folder and log, with the reason of a failure."""
+"""Status of each stage by its directory and log, with the reason of a failure."""
 
 import os
 from dataclasses import replace

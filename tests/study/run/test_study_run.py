@@ -253,26 +253,27 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
     assert calls(tmp_path) == ["begin export/a", "end export/a"]
 
 
-def write_smallest(folder: Path) -> Path:
+def write_smallest(directory: Path) -> Path:
     """Write a study on local data with each kind of stage, of two steps each.
 
     They are a parent, a branch, an export, a fine-tuning run and a contrastive training.
     """
-    runs.write_text(folder / "text.jsonl", documents=60)
+    runs.write_text(directory / "text.jsonl", documents=60)
     for split, count in (("train", 64), ("validation", 6), ("test", 6)):
         rows = [
             {"id": str(n), "text": f"stan plerk {'mon' if n % 2 else 'thath'}", "label": n % 2}
             for n in range(count)
         ]
-        small_data.write_file(folder / "sc" / f"{split}.jsonl", rows)
+        small_data.write_file(directory / "sc" / f"{split}.jsonl", rows)
     texts = [(f"{n}", f"plerk {n}") for n in range(6)]
     judged = [(name, name, 1) for name, _ in texts]
     small_data.write_files(
-        folder / "ir",
+        directory / "ir",
         small_data.beir_files([(name, "", text) for name, text in texts], texts, test=judged),
     )
     small_data.write_file(
-        folder / "pairs.jsonl", [{"query": f"mon {n}", "document": f"plerk {n}"} for n in range(8)]
+        directory / "pairs.jsonl",
+        [{"query": f"mon {n}", "document": f"plerk {n}"} for n in range(8)],
     )
     short = {
         "lr_warmup_iters": 1,
@@ -283,7 +284,7 @@ def write_smallest(folder: Path) -> Path:
     }
     steps = {"max_steps": 2, "max_length": 32}
     return manifests.write(
-        folder,
+        directory,
         pretrain=manifests.BASE["pretrain"] | short,
         corpus={"text": ["text.jsonl"], "vocab_size": 300},
         models=[

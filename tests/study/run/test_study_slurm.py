@@ -28,10 +28,10 @@ class Slurm:
     `sbatch` keeps the scripts and numbers jobs from 11 on, `squeue` prints the file `queue`.
     """
 
-    def __init__(self, folder: Path):
-        self.jobs = folder / "jobs"
-        self.queue = folder / "queue"
-        self.programs = folder / "programs"
+    def __init__(self, directory: Path):
+        self.jobs = directory / "jobs"
+        self.queue = directory / "queue"
+        self.programs = directory / "programs"
         self.jobs.mkdir(parents=True)
         self.programs.mkdir()
         self.queue.touch()
@@ -56,8 +56,10 @@ def cluster(tmp_path, monkeypatch) -> Slurm:
     return stand_in
 
 
-def a_study(folder: Path) -> list:
-    nodes = build_graph(manifests.read(folder), folder / "study", processes=4, grid_jobs=0).stages
+def a_study(directory: Path) -> list:
+    nodes = build_graph(
+        manifests.read(directory), directory / "study", processes=4, grid_jobs=0
+    ).stages
     ids = [
         "corpus",
         "pretrain/toy-clm-400",

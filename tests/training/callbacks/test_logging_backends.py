@@ -23,11 +23,11 @@ from megaenc.training.config_groups import MonitoringConfig
 @pytest.fixture(scope="module")
 def shown_run(short_run, tmp_path_factory):
     """A run stopped after step 12 and resumed from step 10: steps 11 and 12 run twice."""
-    folder = tmp_path_factory.mktemp("shown") / "run"
-    flags = [*short_run, "--save", str(folder), "--save-interval", "10"]
+    directory = tmp_path_factory.mktemp("shown") / "run"
+    flags = [*short_run, "--save", str(directory), "--save-interval", "10"]
     flags += [
         "--tensorboard-dir",
-        str(folder / "events"),
+        str(directory / "events"),
         "--wandb-project",
         "encoders",
         "--wandb-exp-name",
@@ -35,10 +35,10 @@ def shown_run(short_run, tmp_path_factory):
     ]
     environment = {"WANDB_MODE": "offline"}
     runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "12"], environment=environment)
-    shutil.rmtree(folder / "checkpoints" / "iter_0000012")
-    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
+    shutil.rmtree(directory / "checkpoints" / "iter_0000012")
+    (directory / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
     runs.script(runs.PRETRAIN, flags, environment=environment)
-    return folder
+    return directory
 
 
 def test_tensorboard_holds_every_number_and_no_step_twice(shown_run):
@@ -64,7 +64,7 @@ def test_the_events_of_another_run_are_refused(tmp_path):
         TensorBoardLogger(str(tmp_path), "fedcba9876543210", {})
 
 
-def test_wandb_goes_on_in_one_run_and_the_later_row_is_that_of_the_folder(shown_run):
+def test_wandb_goes_on_in_one_run_and_the_later_row_is_that_of_the_directory(shown_run):
     (first_id, config, before), (second_id, _, after) = wandb_records(shown_run)
     assert first_id == second_id == (shown_run / "wandb_run_id").read_text().strip()
     assert (config["global_batch_size"], config["identity"]["train_iters"]) == (8, 20)
@@ -140,7 +140,7 @@ def test_a_board_that_hangs_holds_nothing_up(capfd):
     assert "slow: not closed after 0 seconds, its last rows may be lost" in capfd.readouterr().out
 
 
-def test_wandb_needs_a_folder(small_corpus, refusal):
+def test_wandb_needs_a_directory(small_corpus, refusal):
     line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--wandb-project", "a"])
     assert "--wandb-project a: found neither --save nor --wandb-save-dir" in line
 

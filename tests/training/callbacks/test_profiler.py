@@ -13,8 +13,8 @@ from megaenc.training.command import main
 @pytest.mark.multiprocess
 def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(short_run, tmp_path):
     """Steps 3 to 6 span a resume, after which the second of two ranks is profiled."""
-    folder = tmp_path / "run"
-    flags = [*short_run, "--save", str(folder), "--eval-interval", "0", "--profile"]
+    directory = tmp_path / "run"
+    flags = [*short_run, "--save", str(directory), "--eval-interval", "0", "--profile"]
     flags += ["--profile-step-start", "3", "--profile-step-end", "6", "--exit-interval", "4"]
     first = runs.script(runs.PRETRAIN, flags)
     assert first.stderr == "", "the profiler is quiet"
@@ -22,7 +22,7 @@ def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(short_run, tmp_path):
     flags += ["--profile-ranks", "1", "--tensor-model-parallel-size", "2"]
     runs.script(runs.PRETRAIN, flags, processes=2)
     for name in ("rank_0_steps_3-4", "rank_1_steps_5-6"):
-        with gzip.open(folder / "profile" / f"{name}.json.gz") as stream:
+        with gzip.open(directory / "profile" / f"{name}.json.gz") as stream:
             events = json.load(stream)["traceEvents"]
         updates = [
             event
@@ -30,13 +30,13 @@ def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(short_run, tmp_path):
             if event.get("cat") == "cpu_op" and event["name"] == "aten::_fused_adamw_"
         ]
         assert len(updates) == 2
-        table = (folder / "profile" / f"{name}.txt").read_text()
+        table = (directory / "profile" / f"{name}.txt").read_text()
         assert "aten::mm" in table
         assert "Self CPU time total" in table
-    assert len(list((folder / "profile").iterdir())) == 4
+    assert len(list((directory / "profile").iterdir())) == 4
     third = runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "9"], processes=2)
     assert "--profile: steps 3 to 6 are over, nothing is profiled" in third.stdout
-    assert runs.metrics(folder)[-1]["step"] == 9
+    assert runs.metrics(directory)[-1]["step"] == 9
 
 
 @pytest.mark.parametrize(

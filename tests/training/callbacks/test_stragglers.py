@@ -11,18 +11,18 @@ import torch
 from megaenc.training.callbacks.stragglers import RANK_FIELDS, ForwardTimer, compare_ranks
 
 
-def reports(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "stragglers.jsonl").read_text().splitlines()]
+def reports(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "stragglers.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_slow_rank_is_named_in_its_place(short_run, tmp_path):
-    folder = tmp_path / "run"
-    flags = [*short_run, "--save", str(folder), "--eval-interval", "0"]
+    directory = tmp_path / "run"
+    flags = [*short_run, "--save", str(directory), "--eval-interval", "0"]
     flags += ["--log-straggler", "--straggler-interval", "4", "--pipeline-model-parallel-size", "2"]
     result = runs.script(runs.WORKERS / "slow_rank.py", ["1:0.1", *flags], processes=2)
-    found = reports(folder)
+    found = reports(directory)
     assert [(report["step"], report["steps"]) for report in found] == [
         (4, 3),
         (8, 4),

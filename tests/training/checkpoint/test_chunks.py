@@ -30,7 +30,7 @@ def place(shape, whole=None, offset=None, **more):
     )
 
 
-def write(folder, whole, bounds):
+def write(directory, whole, bounds):
     """Write a matrix as a few ranks would, with flat ranges that end at `bounds`."""
     from megaenc.training.checkpoint.chunk_files import publish_chunks, write_chunks
     from megaenc.training.checkpoint.state_tensors import MAX_CHUNK_BYTES, cut_range
@@ -39,15 +39,15 @@ def write(folder, whole, bounds):
         chunks = list(cut_range(place(tuple(whole.shape)), whole.flatten()[start:stop], start))
         assert len(chunks) <= 3 or MAX_CHUNK_BYTES < 64
         assert all(chunk.data.nbytes <= MAX_CHUNK_BYTES for chunk in chunks)
-        write_chunks(folder, rank, chunks)
-    return publish_chunks(folder, len(bounds) + 1, 3)
+        write_chunks(directory, rank, chunks)
+    return publish_chunks(directory, len(bounds) + 1, 3)
 
 
-def open_reader(folder, digests):
+def open_reader(directory, digests):
     from megaenc.training.checkpoint.chunk_files import ChunkReader, parse_index
 
-    _, chunks = parse_index((folder / "index.json").read_bytes(), digests)
-    return ChunkReader(folder, chunks)
+    _, chunks = parse_index((directory / "index.json").read_bytes(), digests)
+    return ChunkReader(directory, chunks)
 
 
 @pytest.mark.parametrize("limit", [32 << 20, 12])
@@ -58,11 +58,11 @@ def test_any_rectangle_is_read_from_any_ranges(shape, dtype, limit, tmp_path, mo
     monkeypatch.setattr(state_tensors, "MAX_CHUNK_BYTES", limit)
     generator = random.Random(limit)
     for turn in range(6):
-        folder = tmp_path / str(turn)
-        folder.mkdir()
+        directory = tmp_path / str(turn)
+        directory.mkdir()
         values = torch.randn(shape).to(dtype)
         bounds = sorted(generator.randint(0, values.numel()) for _ in range(turn))
-        reader = open_reader(folder, write(folder, values, bounds))
+        reader = open_reader(directory, write(directory, values, bounds))
         for _ in range(20):
             offset = [generator.randrange(size) for size in shape]
             size = [
@@ -100,20 +100,20 @@ def test_torch_and_megatron_read_the_same(saved_run):
     """Compared are all tensors of a run, with layers stacked in one tensor."""
     from megatron.core import dist_checkpointing
 
-    folder = saved_run / "checkpoints" / "iter_0000012"
-    reader = open_reader(folder, json.loads((folder / "state.json").read_text())["files"])
-    metadata = torch_checkpoint.FileSystemReader(str(folder)).read_metadata()
+    directory = saved_run / "checkpoints" / "iter_0000012"
+    reader = open_reader(directory, json.loads((directory / "state.json").read_text())["files"])
+    metadata = torch_checkpoint.FileSystemReader(str(directory)).read_metadata()
     tensors = {
         key: torch.zeros(entry.size, dtype=entry.properties.dtype)
         for key, entry in metadata.state_dict_metadata.items()
     }
-    torch_checkpoint.load(tensors, checkpoint_id=str(folder), no_dist=True)
+    torch_checkpoint.load(tensors, checkpoint_id=str(directory), no_dist=True)
     assert any(key.startswith("optimizer.state.exp_avg_sq.model.decoder") for key in tensors)
     size = sum(values.nbytes for values in tensors.values())
-    assert (folder / "__0_0.distcp").stat().st_size < 1.2 * size, (
+    assert (directory / "__0_0.distcp").stat().st_size < 1.2 * size, (
         "each chunk without the elements of others"
     )
-    others = dist_checkpointing.load_plain_tensors(str(folder))
+    others = dist_checkpointing.load_plain_tensors(str(directory))
     for key, values in tensors.items():
         part = replace(
             place(tuple(values.shape)),
@@ -124,7 +124,7 @@ def test_torch_and_megatron_read_the_same(saved_run):
         reader.read([part])
         assert torch.equal(part.data, values), key
         assert torch.equal(others[key], values), key
-    common = dist_checkpointing.load_common_state_dict(str(folder))
+    common = dist_checkpointing.load_common_state_dict(str(directory))
     assert common == {"optimizer": {"param_groups": [{"step": 12}]}}
 
 

@@ -27,15 +27,15 @@ def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"iter_{step:07d}"
 
 
-def flags(corpus, folder: Path) -> list[str]:
-    return [*corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder)]
+def flags(corpus, directory: Path) -> list[str]:
+    return [*corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(directory)]
 
 
-def digests(folder: Path, pattern: str = "*") -> dict[str, str]:
+def digests(directory: Path, pattern: str = "*") -> dict[str, str]:
     """Return the checksum of every file."""
-    files = [path for path in folder.rglob(pattern) if path.is_file()]
+    files = [path for path in directory.rglob(pattern) if path.is_file()]
     return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
     }
 
@@ -45,12 +45,12 @@ def cut_short(file: Path) -> None:
 
 
 DAMAGES = {
-    "state lost": lambda folder: (folder / "state.json").unlink(),
-    "state of another step": lambda folder: (folder / "state.json").write_text('{"step": 7}'),
-    "shard lost": lambda folder: (folder / "__0_0.distcp").unlink(),
-    "shard cut": lambda folder: cut_short(folder / "__0_0.distcp"),
-    "bit of a shard": lambda folder: flip_a_bit(folder / "__0_0.distcp"),
-    "bit of the index of torch": lambda folder: flip_a_bit(folder / ".metadata"),
+    "state lost": lambda directory: (directory / "state.json").unlink(),
+    "state of another step": lambda directory: (directory / "state.json").write_text('{"step": 7}'),
+    "shard lost": lambda directory: (directory / "__0_0.distcp").unlink(),
+    "shard cut": lambda directory: cut_short(directory / "__0_0.distcp"),
+    "bit of a shard": lambda directory: flip_a_bit(directory / "__0_0.distcp"),
+    "bit of the index of torch": lambda directory: flip_a_bit(directory / ".metadata"),
     "all lost": shutil.rmtree,
 }
 
@@ -66,9 +66,9 @@ def test_export_names_the_damage_and_the_others(name, copy, tmp_path, refusal):
 @pytest.mark.multiprocess
 def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_path):
     """One checkpoint has a damaged shard of the last rank, the other a damaged state."""
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     command = [
-        *flags(small_corpus, folder),
+        *flags(small_corpus, directory),
         "--use-distributed-optimizer",
         "--save-interval",
         "4",
@@ -76,13 +76,13 @@ def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_pat
         "12",
     ]
     runs.script(runs.PRETRAIN, command, processes=2)
-    curve = runs.curve(folder)
-    validations = runs.validations(folder)
-    saved = digests(checkpoint(folder, 12), "*.distcp")
+    curve = runs.curve(directory)
+    validations = runs.validations(directory)
+    saved = digests(checkpoint(directory, 12), "*.distcp")
     assert sorted(saved) == ["__0_0.distcp", "__1_0.distcp"]
-    shard = checkpoint(folder, 12) / "__0_0.distcp"
+    shard = checkpoint(directory, 12) / "__0_0.distcp"
     flip_a_bit(shard)
-    state = checkpoint(folder, 8) / "state.json"
+    state = checkpoint(directory, 8) / "state.json"
     content = state.read_bytes()
     assert b'"tokens": 4096' in content
     state.write_bytes(content.replace(b'"tokens": 4096', b'"tokens": 4097'))
@@ -93,9 +93,9 @@ def test_ranks_tell_each_other_of_damage_and_go_back_twice(small_corpus, tmp_pat
         in output
     )
     assert "resuming after step 4" in output
-    assert runs.curve(folder) == curve
-    assert runs.validations(folder) == validations
-    assert digests(checkpoint(folder, 12), "*.distcp") == saved
+    assert runs.curve(directory) == curve
+    assert runs.validations(directory) == validations
+    assert digests(checkpoint(directory, 12), "*.distcp") == saved
 
 
 def test_a_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_path):

@@ -29,12 +29,14 @@ class Hostile:
 
 
 @pytest.fixture
-def folder(saved_run, tmp_path):
+def directory(saved_run, tmp_path):
     """The newest checkpoint of a copy of the run, to be changed."""
     return shutil.copytree(saved_run, tmp_path / "run") / "checkpoints" / "iter_0000012"
 
 
-def test_no_pickle_of_a_checkpoint_is_opened(short_run, saved_run, folder, tmp_path, monkeypatch):
+def test_no_pickle_of_a_checkpoint_is_opened(
+    short_run, saved_run, directory, tmp_path, monkeypatch
+):
     """With hostile pickles and right checksums, resume and export are unchanged."""
     # torch would unpickle anything with it.
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -44,14 +46,14 @@ def test_no_pickle_of_a_checkpoint_is_opened(short_run, saved_run, folder, tmp_p
     traces.rmdir()  # such a pickle does harm
     stream = io.BytesIO()
     torch.save({"optimizer_step": Hostile(traces)}, stream)
-    forge(folder / "common.pt", stream.getvalue())
-    forge(folder / ".metadata", hostile)
-    shard = folder / "__0_0.distcp"
-    first = json.loads((folder / "index.json").read_text())["chunks"][0]["data_start"]
+    forge(directory / "common.pt", stream.getvalue())
+    forge(directory / ".metadata", hostile)
+    shard = directory / "__0_0.distcp"
+    first = json.loads((directory / "index.json").read_text())["chunks"][0]["data_start"]
     content = bytearray(shard.read_bytes())
     content[:first] = hostile + bytes(first - len(hostile))
     forge(shard, bytes(content))
-    run = folder.parents[1]
+    run = directory.parents[1]
     convert(["to-hf", "--load", str(run), "--ckpt-step", "12", "--output", str(tmp_path / "hf")])
     unchanged = shutil.copytree(saved_run, tmp_path / "unchanged")
     for each in (run, unchanged):
@@ -90,37 +92,37 @@ def change_chunk(index: dict, name: str) -> str:
     return words
 
 
-def assert_index_is_refused(folder: Path, content: bytes, words: str) -> None:
-    forge(folder / "index.json", content)
-    digests = json.loads((folder / "state.json").read_text())["files"]
+def assert_index_is_refused(directory: Path, content: bytes, words: str) -> None:
+    forge(directory / "index.json", content)
+    digests = json.loads((directory / "state.json").read_text())["files"]
     with pytest.raises(InputError, match=rf"index\.json: .*{words}"):
-        read_index(folder, digests)
+        read_index(directory, digests)
 
 
-def test_an_index_with_a_chunk_of_no_save_is_refused(folder):
-    content = (folder / "index.json").read_bytes()
+def test_an_index_with_a_chunk_of_no_save_is_refused(directory):
+    content = (directory / "index.json").read_bytes()
     for name in (*CHANGES, *MORE_CHUNKS):
         index = json.loads(content)
         words = change_chunk(index, name)
-        assert_index_is_refused(folder, json.dumps(index).encode(), words)
+        assert_index_is_refused(directory, json.dumps(index).encode(), words)
     index = json.loads(content)
     index["chunks"][0]["shape"][-2] -= 1
-    assert_index_is_refused(folder, json.dumps(index).encode(), "found chunks of")
+    assert_index_is_refused(directory, json.dumps(index).encode(), "found chunks of")
 
 
-def test_what_is_no_index_is_refused(folder, short_run, tmp_path, refusal):
+def test_what_is_no_index_is_refused(directory, short_run, tmp_path, refusal):
     for content in (b"", b"[]", b"[" * 100_000, b"\xff", b'{"optimizer_step": 12, "chunks": null}'):
-        assert_index_is_refused(folder, content, "not written by a save")
+        assert_index_is_refused(directory, content, "not written by a save")
     assert_index_is_refused(
-        folder, b'{"optimizer_step": null, "chunks": []}', "optimizer_step: found None"
+        directory, b'{"optimizer_step": null, "chunks": []}', "optimizer_step: found None"
     )
-    run = folder.parents[1]
+    run = directory.parents[1]
     resume = [*short_run, "--save", run]
     for command, words in (
         (main, resume),
         (convert, ["to-hf", "--load", run, "--output", tmp_path / "hf"]),
     ):
         assert (
-            f"{folder / 'index.json'}: not written by a save (optimizer_step: found None)"
+            f"{directory / 'index.json'}: not written by a save (optimizer_step: found None)"
             in refusal(command, words)
         )

@@ -43,7 +43,7 @@ RUN = [
 
 
 def save_in_all(layouts: dict, flags: list[str], stop: int, root, others: list[Job]) -> dict:
-    """Save a run after step `stop` in each layout, run `others`, return all folders."""
+    """Save a run after step `stop` in each layout, run `others`, return all paths."""
     jobs = []
     for name, (processes, more) in layouts.items():
         jobs.append(Job(root / name, [*flags, *more, "--exit-interval", str(stop)], processes))
@@ -52,7 +52,7 @@ def save_in_all(layouts: dict, flags: list[str], stop: int, root, others: list[J
 
 
 @pytest.fixture(scope="module")
-def folders(small_corpus, tmp_path_factory):
+def directories(small_corpus, tmp_path_factory):
     """Runs saved in each layout, each resumed in the next one, and one without a stop."""
     root = tmp_path_factory.mktemp("reshard")
     flags = [*small_corpus.flags, *RUN, "--no-bf16"]
@@ -66,27 +66,27 @@ def folders(small_corpus, tmp_path_factory):
     return save_in_all(LAYOUTS, flags, STOP, root, jobs) | continued | {"whole": root / "whole"}
 
 
-def test_each_way_follows_the_run_that_never_stopped(folders):
+def test_each_way_follows_the_run_that_never_stopped(directories):
     """Each run has every step once, and checkpoints of the stop and the end."""
-    ways = [name for name in folders if isinstance(name, tuple)]
+    ways = [name for name in directories if isinstance(name, tuple)]
     assert len(ways) == len(LAYOUTS)
     for way in ways:
-        runs.assert_same_curve(folders[way], folders["whole"], tolerance=1e-6)
-        assert CheckpointLoader(folders[way] / "checkpoints").steps() == [STOP, 12], way
+        runs.assert_same_curve(directories[way], directories["whole"], tolerance=1e-6)
+        assert CheckpointLoader(directories[way] / "checkpoints").steps() == [STOP, 12], way
 
 
-def assert_held(flags, processes, folders, step, twice=False):
+def assert_held(flags, processes, directories, step, twice=False):
     """Assert that ranks hold checkpoint `step` and have read each of its bytes once.
 
     `twice`: the last pipeline stage may have read a tied embedding as well.
     """
-    names = ",".join(map(str, folders))
+    names = ",".join(map(str, directories))
     output = runs.script(
         runs.WORKERS / "loaded_state.py", [names, str(step), *flags], processes=processes
     ).stdout
-    assert output.count("elements as saved") == len(folders) * processes
-    for folder in folders:
-        index = json.loads((folder / f"checkpoints/iter_{step:07d}/index.json").read_text())
+    assert output.count("elements as saved") == len(directories) * processes
+    for directory in directories:
+        index = json.loads((directory / f"checkpoints/iter_{step:07d}/index.json").read_text())
         sizes = Counter()
         for chunk in index["chunks"]:
             sizes[chunk["key"]] += math.prod(chunk["shape"]) * (
@@ -98,11 +98,15 @@ def assert_held(flags, processes, folders, step, twice=False):
         read = sum(
             map(
                 int,
-                re.findall(rf"^{folder.name}: rank .* has read (\d+) bytes", output, re.MULTILINE),
+                re.findall(
+                    rf"^{directory.name}: rank .* has read (\d+) bytes", output, re.MULTILINE
+                ),
             )
         )
         # 80 of 480 rows may be there in one layout only.
-        assert 0.95 * sum(sizes.values()) <= read <= sum(sizes.values()) + twice * padding, folder
+        assert 0.95 * sum(sizes.values()) <= read <= sum(sizes.values()) + twice * padding, (
+            directory
+        )
 
 
 REPLICAS = {

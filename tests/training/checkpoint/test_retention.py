@@ -30,39 +30,39 @@ def test_rules_beside_a_checkpoint_of_step_50(rules, gone):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def directory(tmp_path):
     for step in (10, 20, 30, 40, 50):
         whole_checkpoint(tmp_path / f"iter_{step:07d}", step)
     return tmp_path
 
 
-def left_after(folder, newest=50, plan=None, **rules) -> list[int]:
-    checkpoints = CheckpointManager(folder, **rules)
+def left_after(directory, newest=50, plan=None, **rules) -> list[int]:
+    checkpoints = CheckpointManager(directory, **rules)
     checkpoints.delete_old(newest, plan)
     return checkpoints.steps()
 
 
-def test_a_damaged_one_is_not_counted(folder):
-    (folder / "iter_0000040" / "__0_0.distcp").write_bytes(b"cut")
-    assert left_after(folder, keep_last=2) == [30, 50]
+def test_a_damaged_one_is_not_counted(directory):
+    (directory / "iter_0000040" / "__0_0.distcp").write_bytes(b"cut")
+    assert left_after(directory, keep_last=2) == [30, 50]
 
 
-def test_nothing_goes_beside_a_newest_that_is_damaged(folder):
-    (folder / "iter_0000050" / "state.json").unlink()
-    assert left_after(folder, keep_last=1) == [10, 20, 30, 40, 50]
+def test_nothing_goes_beside_a_newest_that_is_damaged(directory):
+    (directory / "iter_0000050" / "state.json").unlink()
+    assert left_after(directory, keep_last=1) == [10, 20, 30, 40, 50]
 
 
-def test_steps_that_a_run_has_gone_back_from_stay(folder):
-    assert left_after(folder, newest=30, keep_last=1) == [30, 40, 50]
+def test_steps_that_a_run_has_gone_back_from_stay(directory):
+    assert left_after(directory, newest=30, keep_last=1) == [30, 40, 50]
 
 
-def test_what_has_read_packs_that_the_run_leaves_out_is_not_counted(folder, monkeypatch):
+def test_what_has_read_packs_that_the_run_leaves_out_is_not_counted(directory, monkeypatch):
     """After a rewind from step 40 to 30, --keep-last 2 keeps 30 and 50."""
     monkeypatch.setattr(manager, "saw_same_data", lambda plan, state: state["step"] != 40)
-    assert left_after(folder, plan=object(), keep_last=2) == [30, 50]
+    assert left_after(directory, plan=object(), keep_last=2) == [30, 50]
 
 
-def test_what_cannot_be_read_now_is_not_taken_for_damaged(folder, monkeypatch):
+def test_what_cannot_be_read_now_is_not_taken_for_damaged(directory, monkeypatch):
     read_text = Path.read_text
 
     def stale(path, *how, **more):
@@ -71,17 +71,17 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(folder, monkeypatch):
         return read_text(path, *how, **more)
 
     monkeypatch.setattr(Path, "read_text", stale)
-    assert left_after(folder, keep_every=20) == [20, 40, 50]
+    assert left_after(directory, keep_every=20) == [20, 40, 50]
 
 
-def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypatch):
+def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(directory, monkeypatch):
     # A kill at this point has the same effect.
     monkeypatch.setattr(manager.shutil, "rmtree", lambda *how, **more: None)
-    assert left_after(folder, keep_last=4) == [20, 30, 40, 50]
+    assert left_after(directory, keep_last=4) == [20, 30, 40, 50]
     monkeypatch.undo()
-    assert [path.name[:14] for path in folder.glob(".*")] == [".iter_0000010."]
-    CheckpointManager(folder).remove_leftovers()
-    assert list(folder.glob(".*")) == []
+    assert [path.name[:14] for path in directory.glob(".*")] == [".iter_0000010."]
+    CheckpointManager(directory).remove_leftovers()
+    assert list(directory.glob(".*")) == []
 
 
 def test_a_run_keeps_what_its_flags_say(short_run, tmp_path):

@@ -20,11 +20,11 @@ TWO_UPDATES_LATER = ["2", "1"]  # or after a second
 EVERY = [*runs.SHORT_RUN, "--train-iters", "12", "--save-interval", "4"]
 
 
-def assert_same_runs(folder: Path, other: Path) -> None:
+def assert_same_runs(directory: Path, other: Path) -> None:
     """Assert the same rows, and checkpoints with the same files and bytes."""
-    assert runs.curve(folder) == runs.curve(other)
+    assert runs.curve(directory) == runs.curve(other)
     for step in (4, 8, 12):
-        path = CheckpointManager(folder / "checkpoints").path(step)
+        path = CheckpointManager(directory / "checkpoints").path(step)
         state = json.loads((path / "state.json").read_text())
         assert sorted(state["files"]) == sorted({*os.listdir(path)} - {"state.json"})
         other_path = CheckpointManager(other / "checkpoints").path(step)
@@ -37,29 +37,29 @@ def test_each_checkpoint_is_that_of_its_step(small_corpus, tmp_path):
     """It is written two steps later; a save that is due waits for the one before."""
     flags = [*small_corpus.flags, *EVERY, "--bf16", "--use-distributed-optimizer", "--save"]
     runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "waiting")], processes=2)
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     output = runs.script(
-        SLOW, [*TWO_UPDATES_LATER, *flags, str(folder), "--async-save"], processes=2
+        SLOW, [*TWO_UPDATES_LATER, *flags, str(directory), "--async-save"], processes=2
     ).stdout
     written = re.findall(r"shards of step (\d+) are written after update (\d+)", output)
     assert written == [("4", "6"), ("8", "10"), ("12", "12")]
-    assert CheckpointManager(folder / "checkpoints").tracked_step() == 12
-    assert_same_runs(folder, tmp_path / "waiting")
+    assert CheckpointManager(directory / "checkpoints").tracked_step() == 12
+    assert_same_runs(directory, tmp_path / "waiting")
 
 
 def test_a_kill_in_the_middle_leaves_the_one_before(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *EVERY, "--no-bf16", "--save"]
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     runs.script(runs.PRETRAIN, [*flags, str(tmp_path / "waiting")])
-    command = [*TWO_UPDATES_LATER, *flags, str(folder), "--async-save"]
+    command = [*TWO_UPDATES_LATER, *flags, str(directory), "--async-save"]
     runs.script(SLOW, command, environment={"KILLED": "8"}, expect=-signal.SIGKILL)
-    checkpoints = CheckpointManager(folder / "checkpoints")
+    checkpoints = CheckpointManager(directory / "checkpoints")
     assert checkpoints.steps() == [checkpoints.tracked_step()] == [4]
-    assert runs.metrics(folder)[-1]["step"] >= 9
-    [attempt] = folder.glob("checkpoints/.iter_0000008.*")
+    assert runs.metrics(directory)[-1]["step"] >= 9
+    [attempt] = directory.glob("checkpoints/.iter_0000008.*")
     runs.script(SLOW, command)
     assert not attempt.exists()
-    assert_same_runs(folder, tmp_path / "waiting")
+    assert_same_runs(directory, tmp_path / "waiting")
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ LINEAR = ("file open", "file stat", "file remove", "chunks", "index bytes")
 GATHERED = (("resumed", "start", "broadcast bytes"), (*REPORT, "all-gather bytes"))
 
 
-def run_rank(rank, ranks, name, small_corpus, folder):
+def run_rank(rank, ranks, name, small_corpus, directory):
     """Return one rank's counts by phase, and its output."""
     flags = [
         *small_corpus.flags, *runs.SHORT_RUN, "--use-distributed-optimizer",
@@ -46,9 +46,11 @@ def run_rank(rank, ranks, name, small_corpus, folder):
         "MASTER_PORT": "1",
     }
     result = runs.script(
-        runs.WORKERS / "many_ranks.py", [str(folder), name, *flags], environment=environment
+        runs.WORKERS / "many_ranks.py", [str(directory), name, *flags], environment=environment
     )
-    return json.loads((folder / f"{name}_{rank}.json").read_text()), result.stdout + result.stderr
+    return json.loads(
+        (directory / f"{name}_{rank}.json").read_text()
+    ), result.stdout + result.stderr
 
 
 # A few ranks, and many: twice the logarithm.
@@ -61,9 +63,9 @@ def test_nothing_grows_with_the_ranks_but_messages_with_their_logarithm(small_co
         for at in (0, -1):
             records = []
             for ranks in SIZES:
-                folder = tmp_path / str(ranks)
-                folder.mkdir(exist_ok=True)
-                phases, text = run_rank(at % ranks, ranks, name, small_corpus, folder)
+                directory = tmp_path / str(ranks)
+                directory.mkdir(exist_ok=True)
+                phases, text = run_rank(at % ranks, ranks, name, small_corpus, directory)
                 assert ("saved in" in text) == (at == 0), "only rank 0 prints"
                 assert at == 0 or not text
                 records.append(phases)

@@ -22,9 +22,9 @@ LONG = [
 FAULT = runs.WORKERS / "fault_at_step.py"
 
 
-def assert_saved_where_it_stopped(folder) -> int:
-    checkpoints = CheckpointLoader(folder / "checkpoints")
-    steps = [row["step"] for row in runs.metrics(folder)]
+def assert_saved_where_it_stopped(directory) -> int:
+    checkpoints = CheckpointLoader(directory / "checkpoints")
+    steps = [row["step"] for row in runs.metrics(directory)]
     assert checkpoints.steps() == [checkpoints.tracked_step()] == [steps[-1]]
     assert steps == list(range(1, steps[-1] + 1))
     return steps[-1]

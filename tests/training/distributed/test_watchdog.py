@@ -12,7 +12,7 @@ from megaenc.training.distributed.watchdog import EXIT_HUNG, _format_hang, _pars
 SECONDS = 6  # a step takes a hundredth of it
 
 
-def hang(small_corpus, folder, fault):
+def hang(small_corpus, directory, fault):
     """Hang the second of two ranks in step 5; return the output and its error line."""
     flags = [
         *small_corpus.flags,
@@ -21,35 +21,35 @@ def hang(small_corpus, folder, fault):
         "--distributed-timeout-minutes",
         str(SECONDS / 60),
     ]
-    fault = f"{fault}:1:5:{folder.with_name('struck')}"
+    fault = f"{fault}:1:5:{directory.with_name('struck')}"
     result = runs.script(
         runs.WORKERS / "fault_at_step.py",
-        [fault, *flags, "--save", str(folder)],
+        [fault, *flags, "--save", str(directory)],
         processes=2,
         expect=1,
     )
-    assert [row["step"] for row in runs.metrics(folder)] == [1, 2, 3, 4]
+    assert [row["step"] for row in runs.metrics(directory)] == [1, 2, 3, 4]
     assert not [
         process
         for process in psutil.process_iter(["cmdline"])
-        if str(folder) in (process.info["cmdline"] or [])
+        if str(directory) in (process.info["cmdline"] or [])
     ]
     [line] = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert line.startswith("error: no progress for ")
-    assert line.endswith(f"; stacks of all threads in {folder / 'stacks'}")
+    assert line.endswith(f"; stacks of all threads in {directory / 'stacks'}")
     return result, line
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(small_corpus, tmp_path):
-    folder = tmp_path / "run"
-    result, line = hang(small_corpus, folder, "stand_still")
+    directory = tmp_path / "run"
+    result, line = hang(small_corpus, directory, "stand_still")
     assert "rank 1 in stand_still (fault_at_step.py:" in line
     assert "rank 0 in " in line
     assert "failed (exitcode: 70)" in result.stderr
     assert EXIT_HUNG == 70
-    stacks = {file.name: file.read_text() for file in (folder / "stacks").iterdir()}
+    stacks = {file.name: file.read_text() for file in (directory / "stacks").iterdir()}
     assert sorted(stacks) == ["rank_00000.txt", "rank_00001.txt"]
     for rank, name in enumerate(sorted(stacks)):
         first = stacks[name].splitlines()[0]
@@ -65,14 +65,14 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(small_corpus, tm
 def test_a_rank_that_holds_the_lock_of_the_interpreter_is_ended_by_the_fallback(
     small_corpus, tmp_path
 ):
-    folder = tmp_path / "run"
-    result, line = hang(small_corpus, folder, "hold_the_lock")
+    directory = tmp_path / "run"
+    result, line = hang(small_corpus, directory, "hold_the_lock")
     assert "rank 1 silent" in line
     assert "Timeout (0:00:" in result.stderr
     assert "in hold_the_lock" in result.stderr
     assert (
         "torch/distributed/distributed_c10d.py"
-        in (folder / "stacks" / "rank_00000.txt").read_text()
+        in (directory / "stacks" / "rank_00000.txt").read_text()
     )
 
 
@@ -124,7 +124,7 @@ with watchdog.Watchdog(2 / 60, None):
 
 
 @pytest.mark.multiprocess
-def test_without_a_folder_one_rank_at_each_position_prints_its_stacks(tmp_path):
+def test_without_a_directory_one_rank_at_each_position_prints_its_stacks(tmp_path):
     (tmp_path / "many.py").write_text(MANY)
     printed = runs.script(tmp_path / "many.py", [], processes=4, expect=1, timeout=60).stderr
     assert "failed (exitcode: 70)" in printed

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 def edit(**values):
     """Return a function that changes fields of config.json in a directory."""
 
-    def change(folder):
-        file = folder / "config.json"
+    def change(directory):
+        file = directory / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
     return change
@@ -22,15 +22,15 @@ def edit(**values):
 
 def content(name, data):
     """Return a function that replaces the bytes of a file."""
-    return lambda folder: (folder / name).write_bytes(data)
+    return lambda directory: (directory / name).write_bytes(data)
 
 
 def instead(name, make):
     """Return a function that replaces a file with one made by `make`."""
 
-    def change(folder):
-        (folder / name).unlink(missing_ok=True)
-        make(folder / name)
+    def change(directory):
+        (directory / name).unlink(missing_ok=True)
+        make(directory / name)
 
     return change
 
@@ -44,9 +44,9 @@ def header(text, tail=b"\0" * 8):
 def index(where, tensor="model.norm.weight"):
     """Return a function that writes sharded weights, one tensor in the file `where`."""
 
-    def change(folder):
-        (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-        (folder / "model.safetensors.index.json").write_text(
+    def change(directory):
+        (directory / "model.safetensors").rename(directory / "model-1.safetensors")
+        (directory / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {tensor: where}})
         )
 
@@ -56,8 +56,8 @@ def index(where, tensor="model.norm.weight"):
 def spoil(name, value):
     """Return a function that changes a number of one tensor."""
 
-    def change(folder):
-        file = folder / "model.safetensors"
+    def change(directory):
+        file = directory / "model.safetensors"
         tensors = load_file(file)
         tensors[name].view(-1)[-1] = value
         save_file(tensors, file, metadata={"format": "pt"})
@@ -65,8 +65,8 @@ def spoil(name, value):
     return change
 
 
-def pickle(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+def pickle(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
 def tensor(begin, end, shape=(2,)):
@@ -129,14 +129,14 @@ WEIGHTS = {
     ),
     "shard above": (
         index("../model.safetensors"),
-        "expected the name of a file in the same folder",
+        "expected the name of a file in the same directory",
     ),
-    "shard anywhere": (index("/etc/passwd"), "expected the name of a file in the same folder"),
+    "shard anywhere": (index("/etc/passwd"), "expected the name of a file in the same directory"),
     "shard is missing": (index("model-2.safetensors"), "model-2.safetensors: missing"),
     "deep index": (
-        lambda folder: (
-            index("x")(folder),
-            content("model.safetensors.index.json", b"[" * 100_000)(folder),
+        lambda directory: (
+            index("x")(directory),
+            content("model.safetensors.index.json", b"[" * 100_000)(directory),
         ),
         "index.json: not JSON",
     ),
@@ -156,7 +156,7 @@ TOKENIZER = {
         content("tokenizer_config.json", b'{"a":' * 100_000),
         "tokenizer_config.json: not JSON",
     ),
-    "another folder's tokenizer": (
+    "another directory's tokenizer": (
         content("tokenizer_config.json", b'{"fast_tokenizer_files": ["../tokenizer.4.0.json"]}'),
         "`fast_tokenizer_files`",
     ),

@@ -78,18 +78,18 @@ def write_study(root: Path, ability: Mapping[str, float], seeds: int = 3) -> Pat
 
 
 def make_training(stage: EmbedStage, seed: int, **config) -> None:
-    """Write the folder of a contrastive training with `seed`.
+    """Write the directory of a contrastive training with `seed`.
 
     `config` has settings other than the manifest's.
     """
-    folder = stage.folder / f"seed-{seed}"
-    folder.mkdir(parents=True, exist_ok=True)
+    directory = stage.directory / f"seed-{seed}"
+    directory.mkdir(parents=True, exist_ok=True)
     for name, text in {
         "config.json": "{}",
         "model.safetensors": f"trained {seed}",
         "tokenizer.json": "{}",
     }.items():
-        (folder / name).write_text(text)
+        (directory / name).write_text(text)
     training = replace(
         stage.data.entry.training,
         seed=seed,
@@ -102,12 +102,12 @@ def make_training(stage: EmbedStage, seed: int, **config) -> None:
         "config": asdict(training) | blank | config,
         "fingerprints": _fingerprints(stage.study / "hf" / stage.name),
     }
-    (folder / "training.json").write_text(json.dumps(details))
+    (directory / "training.json").write_text(json.dumps(details))
 
 
 def make_evaluation(stage: EmbedStage, name: str) -> None:
     """Write the evaluation of the model `name` of a stage: pretrained, seed-0, ..."""
-    sets = {dataset: np.linspace(0, 1, QUERIES) for dataset in stage.data.folders}
+    sets = {dataset: np.linspace(0, 1, QUERIES) for dataset in stage.data.directories}
     values = {"random": sets, "BM25": sets, name: sets} if name == PRETRAINED else {name: sets}
     settings = {"query_prefix": None, "document_prefix": None, "max_length": 0, "truncate_dim": 0}
     settings |= {"attention": "", "precision": ""}
@@ -121,12 +121,12 @@ def make_evaluation(stage: EmbedStage, name: str) -> None:
     write_evaluation(stage._file(name), values, origin=origin)
 
 
-def _fingerprints(folder: Path) -> dict[str, str]:
-    """Return the fingerprints of a model's folder, without the stamp."""
+def _fingerprints(directory: Path) -> dict[str, str]:
+    """Return the fingerprints of a model's directory, without the stamp."""
     from megaenc.finetune.model.fingerprint import (
         compute_model_fingerprints,
         compute_tokenizer_fingerprint,
     )
 
-    [weights] = compute_model_fingerprints([str(folder)], str(folder.parent))
-    return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(folder))}
+    [weights] = compute_model_fingerprints([str(directory)], str(directory.parent))
+    return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(str(directory))}

@@ -1,4 +1,4 @@
-"""A command run in another directory: `in_folder.py FOLDER pretrain ...`."""
+"""A command run in another directory: `in_directory.py DIRECTORY pretrain ...`."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The working folder of mistaken commands, with good files and bad ones."""
+"""The working directory of mistaken commands, with good files and bad ones."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import runs
 import yaml
 from finetune.trees import published
-from study import manifests, run_folders
+from study import manifests, run_directories
 
 DATA = "--data-path c_text_document --tokenizer tok --split 90,10,0"
 SHAPE = (
@@ -25,7 +25,7 @@ SETUP = (
     f"megaenc pretrain {DATA} {SHAPE} --save run",
     f"megaenc pretrain {DATA} {SHAPE} --exit-interval 1 --save part",
     "megaenc convert to-hf --load run --output hf",
-    "tests/mistakes/folder.py",  # damage, below
+    "tests/mistakes/directory.py",  # damage, below
 )
 # What the tables abbreviate; some of the first hold some of the last.
 WORDS = {
@@ -55,7 +55,7 @@ WORDS = {
 }
 
 
-# Fields of config.json that are refused before weights are read: the weights in the folders are
+# Fields of config.json that are refused before weights are read: the weights in the directories are
 # those of another model.
 _NEOBERT = {"model_type": "neobert", "hidden_act": "swiglu"}
 _GEMMA3 = {
@@ -85,57 +85,62 @@ _DAMAGED = {
 }
 
 
-def write_texts(folder: Path) -> None:
+def write_texts(directory: Path) -> None:
     """Write files that need no command: texts, settings, data, manifests and results."""
-    runs.write_text(folder / "text.jsonl")
+    runs.write_text(directory / "text.jsonl")
     for name, content in _TEXTS.items():
-        path = folder / name
+        path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    (folder / "nothing").mkdir()
-    os.mkfifo(folder / "fifo")
+    (directory / "nothing").mkdir()
+    os.mkfifo(directory / "fifo")
     for rate in (1e-4, 1e-3):
         for seed in range(2):
-            published(folder / "results", "toy-clm-400", "SC/demo_sc", rate, seed, 0.5, 0.6)
-    (folder / "badresults/m/SC/d/lr1e-04_sd0").mkdir(parents=True)
-    (folder / "badresults/m/SC/d/lr1e-04_sd0/results.json").write_text("{")
-    run_folders.write_run(folder / "rows")
+            published(directory / "results", "toy-clm-400", "SC/demo_sc", rate, seed, 0.5, 0.6)
+    (directory / "badresults/m/SC/d/lr1e-04_sd0").mkdir(parents=True)
+    (directory / "badresults/m/SC/d/lr1e-04_sd0/results.json").write_text("{")
+    run_directories.write_run(directory / "rows")
     for name, change in _MANIFESTS.items():
         values = {
             key: value for key, value in (manifests.BASE | change).items() if value is not None
         }
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+        (directory / f"{name}.yaml").write_text(yaml.safe_dump(values))
 
 
-def damage(folder: Path) -> None:
+def damage(directory: Path) -> None:
     """Write damaged copies of files that the commands of SETUP make."""
     for name in ("cut", "bare", "sidecar", "changed"):
         for extension in (".bin", ".idx", ".json"):
             shutil.copy(
-                folder / f"c_text_document{extension}", folder / f"{name}_text_document{extension}"
+                directory / f"c_text_document{extension}",
+                directory / f"{name}_text_document{extension}",
             )
     for source, names in _COPIES.items():
         for name in names:
-            shutil.copytree(folder / source, folder / f"{source}-{name}")
-    (folder / "bare_text_document.idx").unlink()
-    (folder / "hf-noweights/model.safetensors").unlink()
-    (folder / "run-norun/run.json").unlink()
-    shutil.rmtree(folder / "run-nocheckpoint/checkpoints")
-    (folder / "hf-pickled/model.safetensors").rename(folder / "hf-pickled/pytorch_model.bin")
+            shutil.copytree(directory / source, directory / f"{source}-{name}")
+    (directory / "bare_text_document.idx").unlink()
+    (directory / "hf-noweights/model.safetensors").unlink()
+    (directory / "run-norun/run.json").unlink()
+    shutil.rmtree(directory / "run-nocheckpoint/checkpoints")
+    (directory / "hf-pickled/model.safetensors").rename(directory / "hf-pickled/pytorch_model.bin")
     for name, content in _DAMAGED.items():
-        (folder / name).write_text(content)
-    with open(folder / "changed_text_document.bin", "r+b") as stream:
+        (directory / name).write_text(content)
+    with open(directory / "changed_text_document.bin", "r+b") as stream:
         stream.write(b"\1\0\2\0")
-    shards = (folder / "run-cut/checkpoints/iter_0000002").glob("*.distcp")
-    for path in (folder / "cut_text_document.bin", folder / "hf-cut/model.safetensors", *shards):
+    shards = (directory / "run-cut/checkpoints/iter_0000002").glob("*.distcp")
+    for path in (
+        directory / "cut_text_document.bin",
+        directory / "hf-cut/model.safetensors",
+        *shards,
+    ):
         os.truncate(path, 1001)
-    config = json.loads((folder / "hf/config.json").read_text())
+    config = json.loads((directory / "hf/config.json").read_text())
     for name, changes in _FIELDS.items():
         fields = {key: value for key, value in (config | changes).items() if value is not None}
-        (folder / f"hf-{name}/config.json").write_text(json.dumps(fields))
-    facts = json.loads((folder / "run/run.json").read_text())
+        (directory / f"hf-{name}/config.json").write_text(json.dumps(fields))
+    facts = json.loads((directory / "run/run.json").read_text())
     facts["identity"]["rotary_base"] = 500.0
-    (folder / "run-base/run.json").write_text(json.dumps(facts))
+    (directory / "run-base/run.json").write_text(json.dumps(facts))
 
 
 _ROW = '{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n'

@@ -12,9 +12,9 @@ from text_helpers import TEXTS, contents, corpus_settings, write_jsonl
 from waiting import wait_until
 
 from megaenc.data.preprocess import command, partitions
-from megaenc.data.preprocess.claims import ClaimFolder
+from megaenc.data.preprocess.claims import ClaimDirectory
 from megaenc.data.preprocess.command import preprocess
-from megaenc.data.preprocess.work_folder import WorkFolder
+from megaenc.data.preprocess.work_directory import WorkDirectory
 from megaenc.data.sources import resolve
 from megaenc.errors import InputError
 
@@ -24,7 +24,7 @@ from megaenc.errors import InputError
 NODES = """
 import contextlib, os, sys, time
 from megaenc.data.preprocess import claims, command, partitions
-from megaenc.data.preprocess.work_folder import WorkFolder
+from megaenc.data.preprocess.work_directory import WorkDirectory
 from megaenc.data.sources import resolve, text_files
 from transformers import AutoTokenizer
 count, pids = int(sys.argv.pop()), []
@@ -37,12 +37,12 @@ def read_blocks(inputs, ranges, real=resolve.read_blocks):
         yield block
 resolve.read_blocks = read_blocks
 @contextlib.contextmanager
-def new_partition(folder, number, real=WorkFolder.new_partition):
+def new_partition(directory, number, real=WorkDirectory.new_partition):
     print("writing", number, flush=True)
-    with real(folder, number) as partition:
+    with real(directory, number) as partition:
         yield partition
     print("wrote", number, flush=True)
-WorkFolder.new_partition = new_partition
+WorkDirectory.new_partition = new_partition
 for number in range(count):
     pids.append(os.fork())
     if not pids[-1]:
@@ -56,13 +56,13 @@ print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 
 
 @pytest.fixture
-def settings(tmp_path, tokenizer_folder):
+def settings(tmp_path, tokenizer_directory):
     """Return the settings for a hundred documents, some equal, in twelve partitions."""
     corpus = write_jsonl(
         tmp_path / "corpus.jsonl",
         [f"{number % 7} {text}" for number in range(20) for text in TEXTS],
     )
-    return corpus_settings(corpus, tokenizer_folder, partitions=12, deduplicate="exact")
+    return corpus_settings(corpus, tokenizer_directory, partitions=12, deduplicate="exact")
 
 
 @pytest.fixture
@@ -95,13 +95,13 @@ def nodes(tmp_path, settings):
     started[0].wait()
 
 
-def read_log(folder, number):
-    return (folder / f"log{number}").read_text()
+def read_log(directory, number):
+    return (directory / f"log{number}").read_text()
 
 
-def is_writing(folder, number):
+def is_writing(directory, number):
     """Return whether a process is writing a partition, and how many it has written."""
-    log = read_log(folder, number)
+    log = read_log(directory, number)
     return log.count("writing") > log.count("wrote") and log.count("wrote") > 0
 
 
@@ -150,37 +150,37 @@ def test_a_process_that_was_paused_too_long_corrupts_nothing(
 
 def test_other_flags_are_refused_before_the_first_partition(tmp_path, settings):
     job = command.prepare_job(settings)
-    folder = WorkFolder(job.settings.work_folder, job.build_plan(), ["text"], "uint16", 12)
-    folder.open()
-    with folder.acquire(0):
+    directory = WorkDirectory(job.settings.work_directory, job.build_plan(), ["text"], "uint16", 12)
+    directory.open()
+    with directory.acquire(0):
         with pytest.raises(
             InputError,
             match=r"plan\.json: field `special_tokens`: found {.*eod.*}, expected {.*none.*}; "
             "give the first",
         ):
             preprocess(dataclasses.replace(settings, append_eod=False))
-        folder.leave()
-        assert not folder.is_gone()
-    folder.leave()  # nobody works there any more
-    assert folder.is_gone() and not folder.path.exists()
+        directory.leave()
+        assert not directory.is_gone()
+    directory.leave()  # nobody works there any more
+    assert directory.is_gone() and not directory.path.exists()
 
 
 @pytest.mark.parametrize("step", ["merge", "record_merge"])
 def test_a_merge_that_was_overtaken_during_a_pause_ends_well(
     tmp_path, settings, expected_contents, monkeypatch, capsys, step
 ):
-    real = getattr(WorkFolder, step)
+    real = getattr(WorkDirectory, step)
     overtaking = []
 
-    def pause(folder, *more):
+    def pause(directory, *more):
         if not overtaking:
             overtaking.append(True)
             with monkeypatch.context() as patch:
-                patch.setattr(ClaimFolder, "_is_abandoned", lambda *_: True)
+                patch.setattr(ClaimDirectory, "_is_abandoned", lambda *_: True)
                 preprocess(settings)
-        return real(folder, *more)
+        return real(directory, *more)
 
-    monkeypatch.setattr(WorkFolder, step, pause)
+    monkeypatch.setattr(WorkDirectory, step, pause)
     (prefix,) = preprocess(settings)
     assert contents(prefix) == expected_contents
     assert "another process has merged the partitions" in capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_two_processes_with_the_same_partition_write_the_same(
         if not stolen:
             stolen.append(True)
             with monkeypatch.context() as patch:
-                patch.setattr(ClaimFolder, "_is_abandoned", lambda *_: True)
+                patch.setattr(ClaimDirectory, "_is_abandoned", lambda *_: True)
                 patch.setattr(partitions, "merge_partitions", stop)
                 with pytest.raises(KeyboardInterrupt):
                     preprocess(settings)
@@ -214,35 +214,35 @@ def test_two_processes_with_the_same_partition_write_the_same(
     assert contents(prefix) == expected_contents and stolen
 
 
-def test_a_folder_that_another_process_removes_is_made_again(
+def test_a_directory_that_another_process_removes_is_made_again(
     settings, expected_contents, monkeypatch
 ):
-    real = WorkFolder.new_partition
+    real = WorkDirectory.new_partition
     removed = []
 
-    def new_partition(folder, number):
+    def new_partition(directory, number):
         if number == 3 and not removed:
             removed.append(True)
-            folder.remove()
-        return real(folder, number)
+            directory.remove()
+        return real(directory, number)
 
-    monkeypatch.setattr(WorkFolder, "new_partition", new_partition)
+    monkeypatch.setattr(WorkDirectory, "new_partition", new_partition)
     (prefix,) = preprocess(settings)
     assert contents(prefix) == expected_contents and removed
 
 
-def test_a_folder_that_another_command_takes_over_is_its_own(tmp_path, settings, monkeypatch):
-    real = WorkFolder.new_partition
+def test_a_directory_that_another_command_takes_over_is_its_own(tmp_path, settings, monkeypatch):
+    real = WorkDirectory.new_partition
     theirs = []
 
-    def new_partition(folder, number):
+    def new_partition(directory, number):
         if number == 3:
-            folder.remove()
-            theirs.append(WorkFolder(folder.path, {"input": "theirs"}, ["text"], "uint16", 1))
+            directory.remove()
+            theirs.append(WorkDirectory(directory.path, {"input": "theirs"}, ["text"], "uint16", 1))
             theirs[0].open()
-        return real(folder, number)
+        return real(directory, number)
 
-    monkeypatch.setattr(WorkFolder, "new_partition", new_partition)
+    monkeypatch.setattr(WorkDirectory, "new_partition", new_partition)
     with pytest.raises(InputError, match=r'plan\.json: field `input`: found "theirs", expected'):
         preprocess(settings)
     assert not theirs[0].is_gone() and [path.name for path in theirs[0].path.iterdir()] == [

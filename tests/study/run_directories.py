@@ -1,4 +1,4 @@
-"""Run folders without a run."""
+"""Run directories without a run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ MLM = "mlm(mask=0.3)"
 
 
 def write_run(
-    folder: Path,
+    directory: Path,
     train_iters: int = 40,
     made: int | None = None,
     phases: Sequence[tuple[str, int]] = (),
@@ -17,7 +17,7 @@ def write_run(
     start: Mapping | None = None,
     every: int = 1,
 ) -> Path:
-    """Write a run folder with a row each `every` steps up to `made`.
+    """Write a run directory with a row each `every` steps up to `made`.
 
     There is a validation each ten rows, and the loss falls from 9 by 0.1 a row. Without `phases`,
     objectives with their last steps, a quarter is CLM and the rest MLM. CLM predicts 1000 tokens a
@@ -44,9 +44,9 @@ def write_run(
         rows.append(row | _progress(step, phases))
         if step % (10 * every) == 0 or step == train_iters:
             validations.append(_validation(step, phases, every))
-    folder.mkdir(parents=True)
-    write_rows(folder / "metrics.jsonl", rows)
-    write_rows(folder / "validation.jsonl", validations)
+    directory.mkdir(parents=True)
+    write_rows(directory / "metrics.jsonl", rows)
+    write_rows(directory / "validation.jsonl", validations)
     schedule = ",".join(f"{objective}:{last}" for objective, last in phases)
     identity = {
         "train_iters": train_iters,
@@ -58,8 +58,8 @@ def write_run(
     facts = {"megaenc": "0.1.0", "parameters": 7_340_000, "identity": identity}
     if start is not None:
         facts["start"] = {**start, "at": begun or start["at"], **_progress(begun, phases)}
-    (folder / "run.json").write_text(json.dumps(facts))
-    return folder
+    (directory / "run.json").write_text(json.dumps(facts))
+    return directory
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:

@@ -1,8 +1,8 @@
-"""Work folder of `--partitions`, shared by processes on any number of nodes.
+"""Work directory of `--partitions`, shared by processes on any number of nodes.
 
-Each partition of a corpus is written atomically. Files: plan.json, with which the folder appears;
-part-00001-KEY.bin, .idx and, for deduplication, .keys for each key, then part-00001.json, written
-last; `merged`, hashes of the outputs about to be renamed; claims.
+Each partition of a corpus is written atomically. Files: plan.json, with which the directory
+appears; part-00001-KEY.bin, .idx and, for deduplication, .keys for each key, then part-00001.json,
+written last; `merged`, hashes of the outputs about to be renamed; claims.
 
 The bytes of a partition and of the merged outputs depend only on the plan. Two processes that write
 the same ones, which claims make rare, replace files by equal files.
@@ -25,7 +25,7 @@ import numpy as np
 from megaenc.atomic_io import atomic_files, atomic_write, fsync_path, remove_path, temporary_path
 from megaenc.console import ProgressLine, print_rank_0
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, open_writers
-from megaenc.data.preprocess.claims import Claim, ClaimFolder
+from megaenc.data.preprocess.claims import Claim, ClaimDirectory
 from megaenc.data.preprocess.deduplicate import Deduplication, find_duplicates
 from megaenc.data.preprocess.outputs import MERGE_RECORD, compute_sha256
 from megaenc.errors import InputError
@@ -52,8 +52,8 @@ class Partition:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-class WorkFolder:
-    """Folder of partitions 0..count-1 of a plan, on which their bytes depend.
+class WorkDirectory:
+    """Directory of partitions 0..count-1 of a plan, on which their bytes depend.
 
     The plan has a field per flag. Each partition has a .bin and .idx per key and a JSON record of
     plan, counts and hashes. Nothing is read or written before `open`.
@@ -76,12 +76,12 @@ class WorkFolder:
         self._dtype = dtype
         self._deduplication = deduplication
         self._suffixes = ("bin", "idx") if deduplication is None else ("bin", "idx", "keys")
-        self._claims = ClaimFolder(self.path)
+        self._claims = ClaimDirectory(self.path)
 
     def open(self) -> None:
-        """Join the processes that work in the folder, or create it.
+        """Join the processes that work in the directory, or create it.
 
-        The folder appears with its plan by one rename.
+        The directory appears with its plan by one rename.
 
         Raises:
             InputError: It holds foreign files or another plan.
@@ -102,7 +102,7 @@ class WorkFolder:
                 )
 
     def is_gone(self) -> bool:
-        """Return whether there is no folder of this plan.
+        """Return whether there is no directory of this plan.
 
         It was removed after the merge, or replaced.
         """
@@ -125,8 +125,8 @@ class WorkFolder:
         None if a live process holds it.
 
         Raises:
-            InputError: The folder cannot be written to.
-            FileNotFoundError: The folder is gone.
+            InputError: The directory cannot be written to.
+            FileNotFoundError: The directory is gone.
         """
         try:
             return self._claims.acquire("merge" if number is None else self._name(number))
@@ -143,7 +143,7 @@ class WorkFolder:
         claim on it.
 
         Raises:
-            InputError: The folder is gone.
+            InputError: The directory is gone.
         """
 
         def check() -> None:
@@ -229,14 +229,14 @@ class WorkFolder:
         atomic_write(self.path / MERGE_RECORD, json.dumps(hashes) + "\n")
 
     def remove(self) -> None:
-        """Remove the folder after the merge, unless it is gone or of another plan.
+        """Remove the directory after the merge, unless it is gone or of another plan.
 
         Raises:
             InputError: It cannot be removed.
         """
         try:
             if not self.is_gone():
-                _remove_folder(self.path)
+                _remove_directory(self.path)
         except FileNotFoundError:  # another process merged too, after a pause of this one
             return
         except OSError as error:
@@ -248,12 +248,12 @@ class WorkFolder:
     def leave(self) -> int:
         """Return the number of complete partitions after an error.
 
-        The folder is removed if it holds nothing but its plan: no partition and no claim.
+        The directory is removed if it holds nothing but its plan: no partition and no claim.
         """
         with contextlib.suppress(OSError):  # the first error is the one to report
             names = [name for name in os.listdir(self.path) if not name.startswith(".")]
             if names == [_PLAN] and not self.is_gone():
-                _remove_folder(self.path)
+                _remove_directory(self.path)
         return self.count - len(self.missing_partitions())
 
     def _find_kept(
@@ -330,7 +330,7 @@ class WorkFolder:
             return None
 
     def _list_names(self) -> list[str]:
-        """Return the names in the folder; none if it is missing.
+        """Return the names in the directory; none if it is missing.
 
         Raises:
             InputError: It holds a foreign file.
@@ -363,7 +363,7 @@ class WorkFolder:
                 )
 
     def _create(self) -> None:
-        """Create the folder with its plan by a rename, unless another process does.
+        """Create the directory with its plan by a rename, unless another process does.
 
         Raises:
             InputError: It cannot be written.
@@ -383,13 +383,13 @@ class WorkFolder:
             remove_path(temporary)
 
 
-def _remove_folder(folder: Path) -> None:
-    """Delete the folder, after a rename.
+def _remove_directory(directory: Path) -> None:
+    """Delete the directory, after a rename.
 
-    So no half-deleted one can be mistaken for a work folder.
+    So no half-deleted one can be mistaken for a work directory.
     """
-    rubbish = temporary_path(folder)
-    os.rename(folder, rubbish)
+    rubbish = temporary_path(directory)
+    os.rename(directory, rubbish)
     shutil.rmtree(rubbish, ignore_errors=True)
     if rubbish.exists():  # NFS keeps files that a process overtaken in a pause still has open
         print_rank_0(f"{rubbish}: cannot be removed completely; remove it")

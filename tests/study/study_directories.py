@@ -1,4 +1,4 @@
-"""Folders of a study that never ran: results and runs whose scores follow a rule."""
+"""A study that never ran: results and runs whose scores follow a rule."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from run_folders import write_run
+from run_directories import write_run
 
 from megaenc.study.manifest.model_key import ModelKey, format_model_name, parse_model_name
 
@@ -63,8 +63,8 @@ def write_results(root: Path, models: Mapping[str, ModelKey]) -> Path:
             ease = random.normal(size=EXAMPLES)
             for number, rate in enumerate(RATES):
                 for seed in range(SEEDS):
-                    folder = root / name / family / dataset / f"lr{rate:.0e}_sd{seed}"
-                    folder.mkdir(parents=True)
+                    directory = root / name / family / dataset / f"lr{rate:.0e}_sd{seed}"
+                    directory.mkdir(parents=True)
                     mean = (
                         ability(setting)
                         - 0.05 * number * (1 + (not setting.clm_steps))
@@ -76,10 +76,10 @@ def write_results(root: Path, models: Mapping[str, ModelKey]) -> Path:
                         if number == 1 and seed == 0 and not setting.clm_steps
                         else None
                     )
-                    (folder / "results.json").write_text(
+                    (directory / "results.json").write_text(
                         json.dumps(_result(family, right, collapsed))
                     )
-                    (folder / "timing.json").write_text(
+                    (directory / "timing.json").write_text(
                         json.dumps({"loading": 1.0, "training": 6.0, "evaluation": 2.0})
                     )
     return root
@@ -96,15 +96,15 @@ def _result(family: str, right: np.ndarray, collapsed: str | None) -> dict:
     return {name: {**split, "scores_i": right.tolist()} for name in ("validation", "test")}
 
 
-def write_result(folder: Path, score: float, **more) -> None:
+def write_result(directory: Path, score: float, **more) -> None:
     """The file of one run with two examples, and more of what a split has."""
-    folder.mkdir(parents=True)
+    directory.mkdir(parents=True)
     split = {"score": score, "scores_i": [score / 2, score * 1.5], **more}
-    (folder / "results.json").write_text(json.dumps({"validation": split, "test": split}))
+    (directory / "results.json").write_text(json.dumps({"validation": split, "test": split}))
 
 
 def write_runs(root: Path, models: Mapping[str, ModelKey]) -> Path:
-    """Write a run folder for every model that is no intermediate checkpoint.
+    """Write a run directory for every model that is no intermediate checkpoint.
 
     Two-stage models branch off the CLM run of 300 steps.
     """
