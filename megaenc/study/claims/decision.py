@@ -53,7 +53,10 @@ class TestScope:
 
         Only runs of the same task families lend their variance to contrasts that have one run each.
         """
-        is_lent = any(len(one.pretraining_seeds) > 1 or one.family in borrowed for one in contrasts)
+        is_lent = any(
+            len(contrast.pretraining_seeds) > 1 or contrast.family in borrowed
+            for contrast in contrasts
+        )
         return compare_contrasts(contrasts, borrowed if is_lent else {}, weights, unit, self.noise)
 
 
@@ -90,8 +93,12 @@ class PendingVerdict:
         Args:
             tests: Number of claims over which the p of families and comparisons are corrected too.
         """
-        clear = [one for one in (*self.families, *self.decisive) if one.p_adjusted * tests < LEVEL]
-        outcomes = {one.verdict for one in clear} & {"holds", "reversed"}
+        clear = [
+            comparison
+            for comparison in (*self.families, *self.decisive)
+            if comparison.p_adjusted * tests < LEVEL
+        ]
+        outcomes = {comparison.verdict for comparison in clear} & {"holds", "reversed"}
         if len(outcomes | ({self.outcome} if p < LEVEL else set())) == 2:
             return "mixed"
         return self.outcome if p < LEVEL else "not resolved"
@@ -134,7 +141,7 @@ def family_weights(contrasts: Sequence[Contrast]) -> list[float]:
     There is one per contrast, in order; they add up to 1.
     """
     counts = Counter(contrast.family for contrast in contrasts)
-    return [1 / (len(counts) * counts[one.family]) for one in contrasts]
+    return [1 / (len(counts) * counts[contrast.family]) for contrast in contrasts]
 
 
 def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
@@ -158,8 +165,15 @@ def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
         return draft.with_note(
             "nothing is left without the collapsed models, which count with their scores"
         )
-    by_family = {one.family: one for one in without.families or [without.overall] if one}
-    families = [_combine_tests(one, by_family.get(one.family, one)) for one in draft.families]
+    by_family = {
+        comparison.family: comparison
+        for comparison in without.families or [without.overall]
+        if comparison
+    }
+    families = [
+        _combine_tests(comparison, by_family.get(comparison.family, comparison))
+        for comparison in draft.families
+    ]
     p = inference.largest_p(draft.p, without.p)
     if draft.outcome != without.outcome and not math.isnan(p):
         p = 1.0
@@ -169,16 +183,16 @@ def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
     )
 
 
-def _combine_tests(one: Comparison, other: Comparison) -> Comparison:
-    """Return `one` with the larger p of both, and a verdict only if both have it."""
-    p_adjusted = inference.largest_p(one.p_adjusted, other.p_adjusted)
-    verdict = one.verdict
-    if one.verdict != other.verdict:
+def _combine_tests(first: Comparison, second: Comparison) -> Comparison:
+    """Return `first` with the larger p of both, and a verdict only if both have it."""
+    p_adjusted = inference.largest_p(first.p_adjusted, second.p_adjusted)
+    verdict = first.verdict
+    if first.verdict != second.verdict:
         verdict = "not resolved"
-        if "not resolved" not in (one.verdict, other.verdict):
+        if "not resolved" not in (first.verdict, second.verdict):
             p_adjusted = 1.0
-    p = inference.largest_p(one.p, other.p)
-    return replace(one, p=p, p_adjusted=p_adjusted, verdict=verdict)
+    p = inference.largest_p(first.p, second.p)
+    return replace(first, p=p, p_adjusted=p_adjusted, verdict=verdict)
 
 
 def _split_by_family(contrasts: Sequence[Contrast]) -> dict[str, list[Contrast]]:
@@ -218,14 +232,16 @@ def judge_direction(
     if len(by_family) == 1:
         [overall] = adjust_comparisons([scope.compare(chosen, borrowed, weights, unit)])
         single = [
-            one
-            for one, contrast in zip(comparisons, contrasts, strict=True)
-            if contrast in chosen and not one.collapsed
+            comparison
+            for comparison, contrast in zip(comparisons, contrasts, strict=True)
+            if contrast in chosen and not comparison.collapsed
         ]
         return replace(
             draft, overall=overall, p=overall.p, outcome=direction_outcome(overall), decisive=single
         )
-    standardised = [scope.models.standardise(one) for one in chosen] if unit == "points" else []
+    standardised = (
+        [scope.models.standardise(contrast) for contrast in chosen] if unit == "points" else []
+    )
     if unit == "points" and None in standardised:
         draft = draft.with_note("pooled in points, as fewer than three decayed models have scores")
         standardised = []
@@ -234,7 +250,10 @@ def judge_direction(
     else:
         overall = scope.compare(chosen, borrowed, weights, unit)
     families = adjust_comparisons(
-        [scope.compare(of_family, borrowed, unit=unit) for of_family in by_family.values()]
+        [
+            scope.compare(family_contrasts, borrowed, unit=unit)
+            for family_contrasts in by_family.values()
+        ]
     )
     return replace(
         draft, overall=overall, p=overall.p, outcome=direction_outcome(overall), families=families
@@ -261,27 +280,29 @@ def judge_equality(
         [scope.compare([contrast], borrowed) for contrast in contrasts], at_least
     )
     families = _test_margins(
-        [scope.compare(of_family, borrowed) for of_family in by_family.values()], at_least
+        [scope.compare(family_contrasts, borrowed) for family_contrasts in by_family.values()],
+        at_least,
     )
     margins = ", ".join(
-        f"{100 * EQUALITY_MARGINS[family]:g}{' points' * (not at)} on {family}"
-        for at, family in enumerate(by_family)
+        f"{100 * EQUALITY_MARGINS[family]:g}{' points' * (not index)} on {family}"
+        for index, family in enumerate(by_family)
     )
-    beyond = [one for one in families if one.verdict == "reversed"]
+    beyond = [comparison for comparison in families if comparison.verdict == "reversed"]
     if beyond:  # here p is that of a smaller difference
         outcome = "reversed"
-        p = min(one.p_adjusted for one in beyond)
-        meaning = f"beyond the margin on {', '.join(one.family for one in beyond)} ({margins})"
+        p = min(comparison.p_adjusted for comparison in beyond)
+        names = ", ".join(comparison.family for comparison in beyond)
+        meaning = f"beyond the margin on {names} ({margins})"
     else:
         outcome = "holds"
-        p = inference.largest_p(*(one.p for one in families))
+        p = inference.largest_p(*(comparison.p for comparison in families))
         relation = "not lower by" if at_least else "equal within"
         meaning = f"{relation} {margins}, and p is that of a larger difference"
     draft = PendingVerdict(
         comparisons, p=p, outcome=outcome, note=note, contrasts=contrasts
     ).with_note(meaning)
     if len(families) == 1:
-        decisive = [one for one in comparisons if not one.collapsed]
+        decisive = [comparison for comparison in comparisons if not comparison.collapsed]
         return replace(draft, overall=replace(families[0], p=p), decisive=decisive)
     return replace(
         draft, overall=replace(judge_direction(scope, contrasts).overall, p=p), families=families
@@ -295,16 +316,16 @@ def _test_margins(comparisons: Sequence[Comparison], at_least: bool) -> list[Com
     """
     within = []
     beyond = []
-    for one in comparisons:
-        margin = EQUALITY_MARGINS[one.family]
-        not_lower = one.test.p_above(-margin)
-        lower = one.test.p_below(-margin)
+    for comparison in comparisons:
+        margin = EQUALITY_MARGINS[comparison.family]
+        not_lower = comparison.test.p_above(-margin)
+        lower = comparison.test.p_below(-margin)
         if at_least:
             within.append(not_lower)
             beyond.append(lower)
         else:
-            within.append(max(not_lower, one.test.p_below(margin)))
-            beyond.append(min(lower, one.test.p_above(margin)))
+            within.append(max(not_lower, comparison.test.p_below(margin)))
+            beyond.append(min(lower, comparison.test.p_above(margin)))
     tested = []
     adjusted = zip(
         comparisons,
@@ -313,12 +334,12 @@ def _test_margins(comparisons: Sequence[Comparison], at_least: bool) -> list[Com
         inference.holm_adjust(beyond),
         strict=True,
     )
-    for one, p, p_within, p_beyond in adjusted:
+    for comparison, p, p_within, p_beyond in adjusted:
         if p_beyond < LEVEL:
             p_adjusted = p_beyond
             verdict = "reversed"
         else:
             p_adjusted = p_within
             verdict = "holds" if p_within < LEVEL else "not resolved"
-        tested.append(replace(one, p=p, p_adjusted=p_adjusted, verdict=verdict))
+        tested.append(replace(comparison, p=p, p_adjusted=p_adjusted, verdict=verdict))
     return tested

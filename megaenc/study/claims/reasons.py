@@ -35,10 +35,10 @@ def format_reason(
         noise: Noise between pretraining runs.
     """
     families = []
-    for one in draft.families:
-        difference = format_difference(one.difference, one.unit)
-        p_family = format_p(one.p_adjusted)
-        families.append(f"{one.family} {difference} ({p_family}, {one.verdict})")
+    for comparison in draft.families:
+        difference = format_difference(comparison.difference, comparison.unit)
+        p_family = format_p(comparison.p_adjusted)
+        families.append(f"{comparison.family} {difference} ({p_family}, {comparison.verdict})")
     sentences = (
         _format_decision(draft, p, claims, verdict),
         f"By family: {'; '.join(families)}." if families else "",
@@ -64,19 +64,19 @@ def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outc
         interval = ""
         if not math.isnan(overall.low):
             interval = f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
-        counts = Counter(one.verdict for one in draft.comparisons)
+        counts = Counter(comparison.verdict for comparison in draft.comparisons)
         words = {
             "holds": "holds" if counts["holds"] == 1 else "hold",
             "reversed": "reversed",
             "not resolved": "not resolved",
         }
-        each = ", ".join(
+        verdict_counts = ", ".join(
             f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict]
         )
         difference = format_difference(overall.difference, overall.unit)
         parts = [
             f"{overall.left} minus {overall.right}: {difference} ({interval}{chance})",
-            f"one by one, of {len(draft.comparisons)}: {each}",
+            f"one by one, of {len(draft.comparisons)}: {verdict_counts}",
         ]
     if verdict == "mixed":
         parts.append("some of them are significant in opposite directions")
@@ -88,13 +88,13 @@ def _format_decision(draft: PendingVerdict, p: float, claims: int, verdict: Outc
 
 def _another_run_caveat(draft: PendingVerdict, verdict: Outcome, p: float, noise: RunNoise) -> str:
     """Return a sentence on another pretraining run; "" unless some side has only one."""
-    count = sum(one.pretraining_runs == 1 for one in draft.comparisons)
+    count = sum(comparison.pretraining_runs == 1 for comparison in draft.comparisons)
     if not count:
         return ""
-    if any(one.has_borrowed_variance for one in draft.comparisons):
+    if any(comparison.has_borrowed_variance for comparison in draft.comparisons):
         single = f"{count} of {len(draft.comparisons)} comparisons have one pretraining run a side"
         return f"{single}; the variance between runs is taken from the others."
-    is_spread = any(one.unit == "share" for one in draft.comparisons)
+    is_spread = any(comparison.unit == "share" for comparison in draft.comparisons)
     if math.isnan(p):
         also = "" if is_spread or noise.given else ", or state --run-noise"
         return (
@@ -104,7 +104,7 @@ def _another_run_caveat(draft: PendingVerdict, verdict: Outcome, p: float, noise
     if is_spread:
         how = "by the differences between sizes"
     else:
-        used = list(dict.fromkeys(one.family for one in draft.contrasts))
+        used = list(dict.fromkeys(contrast.family for contrast in draft.contrasts))
         how = f"noise between runs: {noise.describe(used)}"
     return f"Another pretraining run: {verdict} ({format_p(p)}; {how})."
 
@@ -114,7 +114,11 @@ _MAX_LISTED_PLACES = 3  # in one sentence
 
 def _collapse_caveat(comparisons: Sequence[Comparison]) -> str:
     """Return a sentence that names comparisons with a collapsed side; "" without any."""
-    locations = [f"{one.family} at {one.where}" for one in comparisons if one.collapsed]
+    locations = [
+        f"{comparison.family} at {comparison.where}"
+        for comparison in comparisons
+        if comparison.collapsed
+    ]
     if not locations:
         return ""
     sentence = f"A side has collapsed: {', '.join(locations[:_MAX_LISTED_PLACES])}"
@@ -176,9 +180,9 @@ def _incomplete_grid_caveat(contrasts: Sequence[Contrast]) -> str:
 
 def _count_finished_rates(score: Score) -> int:
     """Return the number of learning rates at which every seed has finished or failed."""
-    every = {*score.rate_scores, *score.failed_seeds}
+    tried_rates = {*score.rate_scores, *score.failed_seeds}
     ended = [
         len(score.rate_scores.get(rate, ())) + len(score.failed_seeds.get(rate, ()))
-        for rate in every
+        for rate in tried_rates
     ]
     return sum(count >= len(score.seed_scores) for count in ended)

@@ -54,11 +54,11 @@ def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
                 dropped_seeds += without_seeds
         if grids:
             contrasts.append(_spread_contrast(names, size, family, dataset, size, grids, sides))
-            each = [
+            run_variances = [
                 [inference.rate_variance_pseudo_values(grid).mean() for grid in pair]
                 for pair in grids.values()
             ]
-            spreads.append(np.mean(each, axis=0).tolist())
+            spreads.append(np.mean(run_variances, axis=0).tolist())
     notes = []
     if contrasts:
         points = [
@@ -154,18 +154,18 @@ def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
         alone = by_schedule.get((size, steps, 0), {}) if clm_steps else {}
         for family in TaskFamily:
             shared: dict[int, dict[float, tuple[ModelKey, ModelKey]]] = defaultdict(dict)
-            for seed, of_seed in after_clm.items():
-                for ratio in sorted(set(of_seed) & set(alone.get(seed, ()))):
-                    sides = (alone[seed][ratio], of_seed[ratio])
+            for seed, by_ratio in after_clm.items():
+                for ratio in sorted(set(by_ratio) & set(alone.get(seed, ()))):
+                    sides = (alone[seed][ratio], by_ratio[ratio])
                     if not any((key, family) in models.left_out for key in sides):
                         shared[seed][ratio] = sides
             ratios = list(max(shared.values(), key=len, default=()))
             if len(ratios) < 3:
                 continue
             pairs = {
-                seed: list(zip(*(of_seed[ratio] for ratio in ratios), strict=True))
-                for seed, of_seed in shared.items()
-                if set(ratios) <= set(of_seed)
+                seed: list(zip(*(by_ratio[ratio] for ratio in ratios), strict=True))
+                for seed, by_ratio in shared.items()
+                if set(ratios) <= set(by_ratio)
             }
             grid_pair = _ratio_grids(models.evidence, family, pairs)
             if grid_pair is not None:
@@ -199,8 +199,8 @@ def _ratio_grids(
         for seed, keys in by_seed.items()
         if family_terms(evidence, family, keys) is not None
     }
-    every = [key for seed in pairs for key in by_seed[seed]]
-    common = family_terms(evidence, family, every)
+    model_keys = [key for seed in pairs for key in by_seed[seed]]
+    common = family_terms(evidence, family, model_keys)
     if common is None:
         return None
     label, parts = common
@@ -210,7 +210,12 @@ def _ratio_grids(
     for seed, sides in pairs.items():
         models = [[next(rest) for _ in keys] for keys in sides]
         seeds = set.intersection(
-            *(set(score.seed_scores) for side in models for each in side for _, score in each)
+            *(
+                set(score.seed_scores)
+                for side in models
+                for model_terms in side
+                for _, score in model_terms
+            )
         )
         if len(seeds) < 2:
             return None
@@ -218,18 +223,20 @@ def _ratio_grids(
         for side in models:
             rows = [
                 [
-                    math.fsum(weight * score.seed_scores[one] for weight, score in each)
-                    for one in sorted(seeds)
+                    math.fsum(
+                        weight * score.seed_scores[finetuning_seed] for weight, score in model_terms
+                    )
+                    for finetuning_seed in sorted(seeds)
                 ]
-                for each in side
+                for model_terms in side
             ]
             grids[seed].append(np.array(rows))
         signed = zip((1.0, -1.0), models, strict=True)
         terms[seed] = [
             (sign * weight, score)
             for sign, side in signed
-            for each in side
-            for weight, score in each
+            for model_terms in side
+            for weight, score in model_terms
         ]
     return label, grids, terms
 
@@ -274,9 +281,11 @@ def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str) -> Pe
     by t; below two sizes p is NaN.
     """
     testable = [
-        one
-        for one in contrasts
-        if all(len(score.seed_scores) > 1 for terms in one.terms.values() for _, score in terms)
+        contrast
+        for contrast in contrasts
+        if all(
+            len(score.seed_scores) > 1 for terms in contrast.terms.values() for _, score in terms
+        )
     ]
     draft = judge_direction(replace(scope, noise=None), contrasts, note, testable, unit="share")
     if (
@@ -290,8 +299,8 @@ def _judge_spreads(scope: TestScope, contrasts: list[Contrast], note: str) -> Pe
     for contrast in contrasts:
         by_size[contrast.size].append(contrast)
     means = [
-        scope.compare(some, {}, family_weights(some), "share").difference
-        for some in by_size.values()
+        scope.compare(size_contrasts, {}, family_weights(size_contrasts), "share").difference
+        for size_contrasts in by_size.values()
     ]
     over_sizes = math.nan
     if len(means) > 1 and np.ptp(means) > 0:

@@ -38,13 +38,13 @@ from megaenc.study.stats.comparisons import (
 from megaenc.study.stats.inference import LEVEL
 from megaenc.study.stats.pooling import between_run_variance
 
-EARLY_SHARE = 0.25
-"""Share of the steps that counts as early."""
-CLM_SHARES = {0.25: (0.2, 0.3), 0.75: (0.7, 0.85)}
-"""Ranges of CLM shares that count as a quarter and as three quarters; the study's own are 10 and 32
-of 42, 5 and 17 of 22, and 3 and 9 of 12 thousand steps."""
-HALF_SHARES = (0.4, 0.6)
-"""Range of shares of the longest continuation that count as half; the study's own is 12 of 22
+EARLY_FRACTION = 0.25
+"""Fraction of the steps that counts as early."""
+CLM_FRACTION_RANGES = {0.25: (0.2, 0.3), 0.75: (0.7, 0.85)}
+"""Lowest and highest CLM fraction of the steps that count as a quarter and as three quarters; the
+study's own are 10 and 32 of 42, 5 and 17 of 22, and 3 and 9 of 12 thousand steps."""
+HALF_FRACTION_RANGE = (0.4, 0.6)
+"""Range of fractions of the longest continuation that count as half; the study's own is 12 of 22
 thousand steps."""
 
 
@@ -129,18 +129,18 @@ def judge_early_steps(scope: TestScope) -> PendingVerdict:
     """
     models = scope.models
     pairs = models.match_pairs(
-        lambda one: not one.decayed and is_clm_only(one),
-        lambda one: not one.decayed and models.is_mlm_only(one),
+        lambda key: not key.decayed and is_clm_only(key),
+        lambda key: not key.decayed and models.is_mlm_only(key),
     )
     # of the longest run from scratch, also if only checkpoints of it exist
     ends: dict[str, int] = defaultdict(int)
-    for one in models.planned_model_keys:
-        if not one.cpt_mlm_steps:
-            ends[one.size] = max(ends[one.size], one.steps, 0 if one.decayed else one.budget)
+    for key in models.planned_model_keys:
+        if not key.cpt_mlm_steps:
+            ends[key.size] = max(ends[key.size], key.steps, 0 if key.decayed else key.budget)
     early_pairs = {
         (size, steps): pair
         for (size, steps), pair in sorted(pairs.items())
-        if steps <= EARLY_SHARE * ends[size]
+        if steps <= EARLY_FRACTION * ends[size]
     }
     places = [(f"{size} at {steps:,} steps", pair) for (size, steps), pair in early_pairs.items()]
     contrasts = build_contrasts(models.evidence, (models.clm, models.mlm), places)
@@ -157,8 +157,8 @@ def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) 
     sentences = []
     for size, family in dict.fromkeys((size, family) for size, _ in pairs for family in TaskFamily):
         ahead: dict[int, bool] = {}
-        for (of, steps), by_seed in sorted(pairs.items()):
-            if of != size:
+        for (pair_size, steps), by_seed in sorted(pairs.items()):
+            if pair_size != size:
                 continue
             common = family_terms(models.evidence, family, next(iter(by_seed.values())))
             if common is not None:
@@ -178,31 +178,34 @@ def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) 
     return sentences
 
 
-def _clm_share_contrasts(
-    models: ModelSelector, share: float, families: Sequence[str] = tuple(STUDY_DATASETS)
+def _clm_fraction_contrasts(
+    models: ModelSelector, target_fraction: float, families: Sequence[str] = tuple(STUDY_DATASETS)
 ) -> list[Contrast]:
     """Build the contrasts of CLM and then MLM, less MLM only.
 
-    About `share` of the steps are CLM. Both sides have the same size, steps and mask ratio.
+    About `target_fraction` of the steps are CLM. Both sides have the same size, steps and mask
+    ratio.
     """
 
     def budget_key(key: ModelKey) -> tuple[str, int, float]:
         """Return the properties that both sides share: size, steps and mask ratio."""
         return key.size, key.steps, key.mask_ratio or 0.0
 
-    low, high = CLM_SHARES[share]
+    low, high = CLM_FRACTION_RANGES[target_fraction]
     candidates = [
-        one for one in models.model_keys if one.decayed and not one.cpt_mlm_steps and one.mlm_steps
+        key for key in models.model_keys if key.decayed and not key.cpt_mlm_steps and key.mlm_steps
     ]
     nearest: dict[tuple, float] = {}
-    for one in candidates:
-        if one.clm_steps:
-            nearest[budget_key(one)] = min(
-                nearest.get(budget_key(one), 2.0), one.clm_share, key=lambda its: abs(its - share)
+    for key in candidates:
+        if key.clm_steps:
+            nearest[budget_key(key)] = min(
+                nearest.get(budget_key(key), 2.0),
+                key.clm_share,
+                key=lambda clm_fraction: abs(clm_fraction - target_fraction),
             )
     pairs = models.match_pairs(
-        lambda one: low <= one.clm_share <= high and one.clm_share == nearest[budget_key(one)],
-        lambda one: not one.clm_steps,
+        lambda key: low <= key.clm_share <= high and key.clm_share == nearest[budget_key(key)],
+        lambda key: not key.clm_steps,
         budget_key,
         candidates,
     )
@@ -210,7 +213,7 @@ def _clm_share_contrasts(
         (f"{size}, {steps:,} steps, {format_percent(ratio)}", pair)
         for (size, steps, ratio), pair in sorted(pairs.items())
     ]
-    names = (f"{share:.0%} CLM, then MLM".replace("%", " %"), "MLM only")
+    names = (f"{target_fraction:.0%} CLM, then MLM".replace("%", " %"), "MLM only")
     return build_contrasts(models.evidence, names, places, families)
 
 
@@ -221,7 +224,7 @@ def judge_clm_quarter(
 
     Both sides have the same size, steps and mask ratio.
     """
-    return judge_direction(scope, _clm_share_contrasts(scope.models, 0.25, families))
+    return judge_direction(scope, _clm_fraction_contrasts(scope.models, 0.25, families))
 
 
 def judge_clm_three_quarters(scope: TestScope) -> PendingVerdict:
@@ -229,7 +232,7 @@ def judge_clm_three_quarters(scope: TestScope) -> PendingVerdict:
 
     Not lower means by less than the margin, in every task family.
     """
-    return judge_equality(scope, _clm_share_contrasts(scope.models, 0.75), at_least=True)
+    return judge_equality(scope, _clm_fraction_contrasts(scope.models, 0.75), at_least=True)
 
 
 def _continued_contrasts(
@@ -241,21 +244,21 @@ def _continued_contrasts(
         The contrasts by place, in order. A place is (size, steps before, mask ratio, added steps).
     """
     pairs = models.match_pairs(
-        lambda one: one.clm_steps > 0 and not one.mlm_steps,
-        lambda one: not one.clm_steps and one.mlm_steps > 0,
-        lambda one: (
-            one.size,
-            one.clm_steps + one.mlm_steps,
-            one.mask_ratio or 0.0,
-            one.cpt_mlm_steps,
+        lambda key: key.clm_steps > 0 and not key.mlm_steps,
+        lambda key: not key.clm_steps and key.mlm_steps > 0,
+        lambda key: (
+            key.size,
+            key.clm_steps + key.mlm_steps,
+            key.mask_ratio or 0.0,
+            key.cpt_mlm_steps,
         ),
-        [one for one in models.model_keys if one.decayed and one.cpt_mlm_steps > 0],
+        [key for key in models.model_keys if key.decayed and key.cpt_mlm_steps > 0],
     )
     names = ("MLM on CLM", "more MLM on MLM")
     by_place = {}
     for place, pair in sorted(pairs.items()):
-        size, before, _, more = place
-        where = f"{size}, {more:,} after {before:,} steps"
+        size, before, _, added_steps = place
+        where = f"{size}, {added_steps:,} after {before:,} steps"
         by_place[place] = build_contrasts(models.evidence, names, [(where, pair)], families)
     return by_place
 
@@ -273,22 +276,26 @@ def judge_continued_pretraining(
     longest = {place[:3]: place[3] for place in by_place}
     last = []
     by_length = defaultdict(list)
-    for place, some in by_place.items():
+    for place, place_contrasts in by_place.items():
         if place[3] == longest[place[:3]]:
-            last += some
+            last += place_contrasts
         else:
-            by_length[place[3]] += some
+            by_length[place[3]] += place_contrasts
     if not last:
         return PendingVerdict()
     shorter = []
-    for length, some in sorted(by_length.items()):
-        for family in dict.fromkeys(contrast.family for contrast in some):
-            of_family = [contrast for contrast in some if contrast.family == family]
-            one = scope.compare(of_family, between_run_variance(of_family))
-            shorter.append(f"{family} {format_difference(one.difference)} after {length:,} steps")
+    for length, length_contrasts in sorted(by_length.items()):
+        for family in dict.fromkeys(contrast.family for contrast in length_contrasts):
+            family_contrasts = [
+                contrast for contrast in length_contrasts if contrast.family == family
+            ]
+            comparison = scope.compare(family_contrasts, between_run_variance(family_contrasts))
+            shorter.append(
+                f"{family} {format_difference(comparison.difference)} after {length:,} steps"
+            )
     return judge_direction(
         scope,
-        [contrast for some in by_place.values() for contrast in some],
+        [contrast for place_contrasts in by_place.values() for contrast in place_contrasts],
         "; ".join(shorter),
         last,
     )
@@ -298,26 +305,29 @@ def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
     """Test claim 5b: half of a continuation with MLM makes CLM as good as MLM.
 
     Both models are continued for the same number of steps, about half of the longest continuation
-    (HALF_SHARES). MLM on CLM must not be lower than more MLM on MLM by the margin.
+    (HALF_FRACTION_RANGE). MLM on CLM must not be lower than more MLM on MLM by the margin.
     """
     by_place = _continued_contrasts(scope.models)
     lengths: dict[tuple, list[int]] = defaultdict(list)
     for place in by_place:
         lengths[place[:3]].append(place[3])
     nearest = {
-        start: min(each, key=lambda more: abs(more - max(each) / 2))
-        for start, each in lengths.items()
+        start: min(start_lengths, key=lambda added_steps: abs(added_steps - max(start_lengths) / 2))
+        for start, start_lengths in lengths.items()
     }
-    low, high = HALF_SHARES
+    low, high = HALF_FRACTION_RANGE
     halves = {
-        start: more for start, more in nearest.items() if low <= more / max(lengths[start]) <= high
+        start: added_steps
+        for start, added_steps in nearest.items()
+        if low <= added_steps / max(lengths[start]) <= high
     }
     contrasts = []
-    for place, some in by_place.items():
+    for place, place_contrasts in by_place.items():
         if halves.get(place[:3]) == place[3]:
-            contrasts += some
+            contrasts += place_contrasts
     steps = ", ".join(
-        f"{more:,} of {max(lengths[start]):,}" for start, more in sorted(halves.items())
+        f"{added_steps:,} of {max(lengths[start]):,}"
+        for start, added_steps in sorted(halves.items())
     )
     return judge_equality(scope, contrasts, at_least=True, note=f"after {steps} steps")
 
@@ -334,7 +344,10 @@ def _ratios_by_size(planned: Iterable[ModelKey]) -> dict[str, tuple[int, list[fl
     several = {
         place: sorted(ratios) for place, ratios in ratios_by_budget.items() if len(ratios) > 1
     }
-    longest = {size: max(steps for of, steps in several if of == size) for size, _ in several}
+    longest = {
+        size: max(steps for budget_size, steps in several if budget_size == size)
+        for size, _ in several
+    }
     return {size: (steps, several[size, steps]) for size, steps in longest.items()}
 
 
@@ -349,9 +362,9 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
     sides: list[tuple[float, float]] = []
     for size, (steps, ratios) in _ratios_by_size(models.planned_model_keys).items():
         evaluated = [
-            one
-            for one in models.model_keys
-            if _is_mlm_from_scratch(one) and (one.size, one.steps) == (size, steps)
+            key
+            for key in models.model_keys
+            if _is_mlm_from_scratch(key) and (key.size, key.steps) == (size, steps)
         ]
         for pair in itertools.combinations(ratios, 2):
             is_side = (lambda key, ratio=ratio: key.mask_ratio == ratio for ratio in pair)
@@ -359,11 +372,11 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
                 (size, pairs)
                 for pairs in models.match_pairs(*is_side, model_keys=evaluated).values()
             ]
-            some = build_contrasts(
+            pair_contrasts = build_contrasts(
                 models.evidence, (format_percent(pair[0]), format_percent(pair[1])), places
             )
-            contrasts += some
-            sides += [pair] * len(some)
+            contrasts += pair_contrasts
+            sides += [pair] * len(pair_contrasts)
     borrowed = between_run_variance(contrasts)
     comparisons = adjust_comparisons(
         [scope.compare([contrast], borrowed) for contrast in contrasts]
@@ -371,34 +384,42 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
     lost: dict[float, list[Comparison]] = {
         ratio: [] for ratio in sorted({ratio for pair in sides for ratio in pair})
     }
-    for (first, second), one in zip(sides, comparisons, strict=True):
-        if not math.isnan(one.p_adjusted):
-            lost[first if one.difference < 0 else second].append(one)
+    for (first, second), comparison in zip(sides, comparisons, strict=True):
+        if not math.isnan(comparison.p_adjusted):
+            lost[first if comparison.difference < 0 else second].append(comparison)
     clearest = {
-        ratio: min(of_ratio, key=lambda one: one.p_adjusted, default=None)
-        for ratio, of_ratio in lost.items()
+        ratio: min(defeats, key=lambda comparison: comparison.p_adjusted, default=None)
+        for ratio, defeats in lost.items()
     }
     note = "; ".join(
-        f"{format_percent(ratio)} {_describe_defeat(one)}" for ratio, one in clearest.items()
+        f"{format_percent(ratio)} {_describe_defeat(comparison)}"
+        for ratio, comparison in clearest.items()
     )
     outcome = "holds"
-    p = max((one.p_adjusted if one else 1.0 for one in clearest.values()), default=math.nan)
-    if all(math.isnan(one.p) for one in comparisons):
+    p = max(
+        (comparison.p_adjusted if comparison else 1.0 for comparison in clearest.values()),
+        default=math.nan,
+    )
+    if all(math.isnan(comparison.p) for comparison in comparisons):
         p = math.nan
-    unbeaten = [ratio for ratio, one in clearest.items() if one is None or one.p_adjusted >= LEVEL]
+    unbeaten = [
+        ratio
+        for ratio, comparison in clearest.items()
+        if comparison is None or comparison.p_adjusted >= LEVEL
+    ]
     if not p < LEVEL and len(unbeaten) == 1:
         against = []
         for pair in dict.fromkeys(pair for pair in sorted(sides) if unbeaten[0] in pair):
-            of_pair = [
+            chosen = [
                 contrast for contrast, names in zip(contrasts, sides, strict=True) if names == pair
             ]
-            against.append((judge_direction(scope, of_pair), pair[0] == unbeaten[0]))
+            against.append((judge_direction(scope, chosen), pair[0] == unbeaten[0]))
         if len(against) == len(lost) - 1 and all(
-            (one.outcome == "holds") == first for one, first in against
+            (draft.outcome == "holds") == first for draft, first in against
         ):
             outcome = "reversed"
-            p = inference.largest_p(*(one.p for one, _ in against))
-    better_first = [put_better_first(one) for one in comparisons]
+            p = inference.largest_p(*(draft.p for draft, _ in against))
+    better_first = [put_better_first(comparison) for comparison in comparisons]
     return PendingVerdict(better_first, p=p, outcome=outcome, note=note, contrasts=contrasts)
 
 
@@ -444,12 +465,12 @@ def judge_high_ratios(scope: TestScope) -> PendingVerdict:
         label, parts = common
         weights = _trend_weights(ratios)
         terms = {}
-        for at, seed in enumerate(complete):
-            of_seed = parts[at * len(ratios) : (at + 1) * len(ratios)]
+        for index, seed in enumerate(complete):
+            seed_terms = parts[index * len(ratios) : (index + 1) * len(ratios)]
             terms[seed] = [
                 (sign * weight, score)
-                for sign, each in zip(weights, of_seed, strict=True)
-                for weight, score in each
+                for sign, model_terms in zip(weights, seed_terms, strict=True)
+                for weight, score in model_terms
             ]
         contrasts.append(
             Contrast(("high mask ratios", "low ones"), size, str(TaskFamily.IR), label, size, terms)

@@ -18,7 +18,7 @@ from megaenc.study.claims.decision import (
     judge_claim,
 )
 from megaenc.study.claims.reasons import format_reason
-from megaenc.study.claims.tests import CLM_SHARES, EARLY_SHARE
+from megaenc.study.claims.tests import CLM_FRACTION_RANGES, EARLY_FRACTION
 from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.groups import ZERO_SHOT
 from megaenc.study.stats import inference
@@ -88,8 +88,8 @@ _CONTINUED = (
 )
 
 
-def _requires_clm_share(share: float) -> str:
-    low, high = CLM_SHARES[share]
+def _format_clm_requirement(clm_fraction: float) -> str:
+    low, high = CLM_FRACTION_RANGES[clm_fraction]
     return (
         f"a decayed model with {low:.0%} to {high:.0%} CLM before MLM, and MLM only of the same "
         "size, ratio and steps"
@@ -144,7 +144,7 @@ _CLAIMS = [
         question="Is CLM above {mlm} after as many of the first steps?",
         requirement=(
             "intermediate checkpoints of CLM and MLM runs of one size at the same steps, in the "
-            f"first {EARLY_SHARE:.0%} of them"
+            f"first {EARLY_FRACTION:.0%} of them"
         ),
         test=claim_tests.judge_early_steps,
     ),
@@ -161,7 +161,7 @@ _CLAIMS = [
         name="4a",
         title="25 % CLM, then MLM, beats MLM only",
         question="At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
-        requirement=_requires_clm_share(0.25),
+        requirement=_format_clm_requirement(0.25),
         test=claim_tests.judge_clm_quarter,
     ),
     StudyClaim(
@@ -171,7 +171,7 @@ _CLAIMS = [
             "At equal steps, is MLM after three quarters of CLM at least about as good as MLM from "
             "the start?"
         ),
-        requirement=_requires_clm_share(0.75),
+        requirement=_format_clm_requirement(0.75),
         test=claim_tests.judge_clm_three_quarters,
     ),
     StudyClaim(
@@ -245,7 +245,7 @@ _ZERO_SHOT_CLAIMS = [
             "At equal steps, is a quarter of CLM and then MLM above MLM from the start in "
             f"zero-shot retrieval ({ZERO_SHOT})?"
         ),
-        requirement=f"{_requires_clm_share(0.25)}, evaluated on {ZERO_SHOT}",
+        requirement=f"{_format_clm_requirement(0.25)}, evaluated on {ZERO_SHOT}",
         test=partial(claim_tests.judge_clm_quarter, families=[ZERO_SHOT]),
     ),
     StudyClaim(
@@ -297,10 +297,10 @@ def judge(
             these = judge_claim(claim.test, TestScope(models))
             another = judge_claim(claim.test, TestScope(models, run_noise))
             drafts.append(_TestedClaim(claim, models, run_noise, these, another))
-    drafts.sort(key=lambda one: one.claim.name)
-    adjusted = inference.holm_adjust([one.these.p for one in drafts])
+    drafts.sort(key=lambda tested: tested.claim.name)
+    adjusted = inference.holm_adjust([tested.these.p for tested in drafts])
     adjusted_another = inference.holm_adjust(
-        [inference.largest_p(one.these.p, one.another.p) for one in drafts]
+        [inference.largest_p(tested.these.p, tested.another.p) for tested in drafts]
     )
     claim_count = sum(not math.isnan(p) for p in adjusted)
     verdicts = []

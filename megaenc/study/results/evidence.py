@@ -407,10 +407,11 @@ def _mean_rate_scores(parts: Sequence[RateScores]) -> dict[float, dict[int, floa
     """Return the mean over several data sets at each rate and seed that all have."""
     means = {}
     for rate in parts[0]:
-        each = [part.get(rate, {}) for part in parts]
-        if common := sorted(set.intersection(*map(set, each))):
+        seed_scores = [part.get(rate, {}) for part in parts]
+        if common := sorted(set.intersection(*map(set, seed_scores))):
             means[rate] = {
-                seed: math.fsum(of_set[seed] for of_set in each) / len(each) for seed in common
+                seed: math.fsum(by_seed[seed] for by_seed in seed_scores) / len(seed_scores)
+                for seed in common
             }
     return means
 
@@ -449,23 +450,23 @@ def describe_missing_scores(evidence: Evidence) -> str:
 
     They have the numbers of runs that ended and failed.
     """
-    scored = {(one.model, one.dataset) for one in evidence.scores}
+    scored = {(score.model, score.dataset) for score in evidence.scores}
     grids: dict[str, list[GridStatus]] = {model: [] for model in evidence.scope.model_keys}
-    for one in evidence.grids:
-        grids.setdefault(one.model, []).append(one)
+    for grid in evidence.grids:
+        grids.setdefault(grid.model, []).append(grid)
     incomplete = []
-    for model, of_model in grids.items():
+    for model, model_grids in grids.items():
         parts = []
-        for one in of_model:
-            if (model, one.dataset) not in scored:
-                failed = f", {one.failed_runs} failed" if one.failed_runs else ""
-                counts = f"{len(one.collapsed_by_run)} of {one.planned_runs} runs ended{failed}"
-                parts.append(f"{one.family} {dataset_label(one.family, one.dataset)}: {counts}")
-        tried = {one.dataset.partition(" after ")[0] for one in of_model}
+        for grid in model_grids:
+            if (model, grid.dataset) not in scored:
+                failed = f", {grid.failed_runs} failed" if grid.failed_runs else ""
+                counts = f"{len(grid.collapsed_by_run)} of {grid.planned_runs} runs ended{failed}"
+                parts.append(f"{grid.family} {dataset_label(grid.family, grid.dataset)}: {counts}")
+        tried = {grid.dataset.partition(" after ")[0] for grid in model_grids}
         parts += [f"{name}: no run" for _, name in evidence.scope.datasets if name not in tried]
-        if of_model and parts:
+        if model_grids and parts:
             incomplete.append(f"{model} ({'; '.join(parts)})")
-    unstarted = [model for model, of_model in grids.items() if not of_model]
+    unstarted = [model for model, model_grids in grids.items() if not model_grids]
     sentences = []
     if incomplete:
         sentences.append(

@@ -85,8 +85,8 @@ def group_by_recipe(model_keys: Iterable[ModelKey]) -> dict[ModelKey, list[Model
     No model need have that seed. Recipes and their keys are in order of appearance.
     """
     recipes: dict[ModelKey, list[ModelKey]] = {}
-    for one in model_keys:
-        recipes.setdefault(replace(one, seed=1), []).append(one)
+    for model_key in model_keys:
+        recipes.setdefault(replace(model_key, seed=1), []).append(model_key)
     return recipes
 
 
@@ -99,16 +99,25 @@ def select_schedule_peers(
     if no MLM model has as many, of any number of steps without continued pretraining. MLM masks
     `mask_ratio` of the tokens.
     """
-    finished = [one for one in model_keys if one.decayed]
-    plain = [one for one in finished if not one.schedule and one.mask_ratio in (None, mask_ratio)]
-    others = [one for one in finished if one.schedule]
-    budgets = {(one.size, one.steps) for one in others}
-    mlm_budgets = {(one.size, one.steps) for one in plain if objective_name(one) == "MLM"}
+    finished = [model_key for model_key in model_keys if model_key.decayed]
+    plain = [
+        model_key
+        for model_key in finished
+        if not model_key.schedule and model_key.mask_ratio in (None, mask_ratio)
+    ]
+    others = [model_key for model_key in finished if model_key.schedule]
+    budgets = {(model_key.size, model_key.steps) for model_key in others}
+    mlm_budgets = {
+        (model_key.size, model_key.steps)
+        for model_key in plain
+        if objective_name(model_key) == "MLM"
+    }
     open_sizes = {size for size, steps in budgets - mlm_budgets}
     peers = [
-        one
-        for one in plain
-        if (one.size, one.steps) in budgets or (one.size in open_sizes and not one.cpt_mlm_steps)
+        model_key
+        for model_key in plain
+        if (model_key.size, model_key.steps) in budgets
+        or (model_key.size in open_sizes and not model_key.cpt_mlm_steps)
     ]
     return [*peers, *others]
 
@@ -142,48 +151,52 @@ def group_by_setup(
     unique_keys = list(dict.fromkeys(model_keys))
     planned = list(planned)
     decayed = [
-        one for one in dict.fromkeys([*planned, *unique_keys]) if one.decayed and not one.schedule
+        model_key
+        for model_key in dict.fromkeys([*planned, *unique_keys])
+        if model_key.decayed and not model_key.schedule
     ]
     sizes = sort_sizes(unique_keys, size_order)
     longest = {**_longest_budgets(unique_keys), **_longest_budgets(planned)}
     masks = {
-        (one.size, one.steps, mask)
-        for one in decayed
-        if not one.cpt_mlm_steps and objective_name(one) == "CLM + MLM"
-        for mask in (None, one.mask_ratio)
+        (model_key.size, model_key.steps, mask)
+        for model_key in decayed
+        if not model_key.cpt_mlm_steps and objective_name(model_key) == "CLM + MLM"
+        for mask in (None, model_key.mask_ratio)
     }
-    parents = {parent_key(one) for one in decayed if one.cpt_mlm_steps}
+    parents = {parent_key(model_key) for model_key in decayed if model_key.cpt_mlm_steps}
     members_by_setup: dict[Setup, list[tuple[tuple, ModelKey]]] = {
         setup: [] for setup in SETUP_TITLES
     }
-    for one in unique_keys:
-        mask = math.inf if one.mask_ratio is None else one.mask_ratio
-        kind = objective_name(one)
-        base = _is_single_objective(one) and one.steps == longest[one.size]
-        usual = one.decayed and not one.schedule
-        first = not one.cpt_mlm_steps
+    for model_key in unique_keys:
+        mask = math.inf if model_key.mask_ratio is None else model_key.mask_ratio
+        kind = objective_name(model_key)
+        base = _is_single_objective(model_key) and model_key.steps == longest[model_key.size]
+        usual = model_key.decayed and not model_key.schedule
+        first = not model_key.cpt_mlm_steps
         scratch = first and (
-            (one.size, one.steps, one.mask_ratio) in masks
-            or (_is_single_objective(one) and not base)
+            (model_key.size, model_key.steps, model_key.mask_ratio) in masks
+            or (_is_single_objective(model_key) and not base)
         )
         places: dict[Setup, tuple[bool, tuple]] = {
-            "base": (usual and base, (one.clm_steps, mask)),
+            "base": (usual and base, (model_key.clm_steps, mask)),
             "efficiency": (
-                not one.decayed and not one.schedule,
-                (kind != "MLM", kind, mask, one.steps),
+                not model_key.decayed and not model_key.schedule,
+                (kind != "MLM", kind, mask, model_key.steps),
             ),
-            "pfs": (usual and scratch, (one.steps, mask, one.clm_steps)),
+            "pfs": (usual and scratch, (model_key.steps, mask, model_key.clm_steps)),
             "cpt": (
-                usual and (not first or one in parents),
-                (one.clm_steps, one.mlm_steps, one.cpt_mlm_steps, mask),
+                usual and (not first or model_key in parents),
+                (model_key.clm_steps, model_key.mlm_steps, model_key.cpt_mlm_steps, mask),
             ),
-            "other": (bool(one.schedule), (one.schedule, one.steps, mask)),
+            "other": (bool(model_key.schedule), (model_key.schedule, model_key.steps, mask)),
         }
         for setup, (is_member, place) in places.items():
             if is_member:
-                members_by_setup[setup].append(((sizes.index(one.size), *place, one.seed), one))
+                members_by_setup[setup].append(
+                    ((sizes.index(model_key.size), *place, model_key.seed), model_key)
+                )
     return {
-        setup: [one for _, one in sorted(members, key=lambda member: member[0])]
+        setup: [model_key for _, model_key in sorted(members, key=lambda member: member[0])]
         for setup, members in members_by_setup.items()
         if members
     }
@@ -205,11 +218,11 @@ def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
     It is one that both have, or else one of either.
     """
     budgets: dict[str, dict[str, set[int]]] = {}
-    for one in model_keys:
-        if _is_single_objective(one):
-            budgets.setdefault(one.size, {"CLM": set(), "MLM": set()})[objective_name(one)].add(
-                one.steps
-            )
+    for model_key in model_keys:
+        if _is_single_objective(model_key):
+            budgets.setdefault(model_key.size, {"CLM": set(), "MLM": set()})[
+                objective_name(model_key)
+            ].add(model_key.steps)
     return {
         size: max(steps["CLM"] & steps["MLM"] or steps["CLM"] | steps["MLM"])
         for size, steps in budgets.items()
@@ -222,7 +235,7 @@ def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -
     They are sorted by `size_order` if it has all, else by numbers such as 210M; other names are
     then last, in order of appearance.
     """
-    names = list(dict.fromkeys(one.size for one in model_keys))
+    names = list(dict.fromkeys(model_key.size for model_key in model_keys))
     return sorted(
         names,
         key=list(size_order).index if set(names) <= set(size_order) else _parse_parameter_count,
@@ -235,7 +248,7 @@ def is_size_order_known(model_keys: Iterable[ModelKey], size_order: Sequence[str
     They can if there is one size, if `size_order` has all, or if all names are numbers such as
     210M.
     """
-    names = {one.size for one in model_keys}
+    names = {model_key.size for model_key in model_keys}
     return (
         len(names) < 2
         or names <= set(size_order)
@@ -258,7 +271,9 @@ def reference_mask_ratio(model_keys: Iterable[ModelKey]) -> float | None:
     On ties it is the one nearest 0.4; without any ratio it is None.
     """
     counts = Counter(
-        one.mask_ratio for one in model_keys if one.mask_ratio is not None and not one.schedule
+        model_key.mask_ratio
+        for model_key in model_keys
+        if model_key.mask_ratio is not None and not model_key.schedule
     )
     return max(counts, key=lambda ratio: (counts[ratio], -abs(ratio - 0.4)), default=None)
 
@@ -303,12 +318,12 @@ def is_average(dataset: str) -> bool:
     return dataset.partition(" after ")[0] == AVERAGE
 
 
-def format_percent(share: float | None) -> str:
+def format_percent(fraction: float | None) -> str:
     """Format a share (0 to 1) as a percentage, such as `40 %`; "" for None.
 
     It has up to three significant digits.
     """
-    return "" if share is None else f"{100 * share:.3g} %"
+    return "" if fraction is None else f"{100 * fraction:.3g} %"
 
 
 def format_steps(count: int) -> str:

@@ -180,13 +180,13 @@ def published_model_flops(model_key: ModelKey) -> float | None:
     if shape is None or model_key.schedule:
         return None
 
-    def step_flops(share: float, causal: bool) -> float:
+    def step_flops(predicted_fraction: float, causal: bool) -> float:
         """Return the FLOPs of a step in which this share of the tokens is predicted."""
         spans = [
             (start, start if causal else start + _CHUNK, start + _CHUNK)
             for start in range(0, _LENGTH, _CHUNK)
         ]
-        return _PACKS * shape.training_flops(_IDS, round(share * _LENGTH), spans)
+        return _PACKS * shape.training_flops(_IDS, round(predicted_fraction * _LENGTH), spans)
 
     masked = model_key.mlm_steps + model_key.cpt_mlm_steps
     flops = model_key.clm_steps * step_flops(1.0, causal=True)

@@ -95,7 +95,9 @@ def is_study_result(result: Result) -> bool:
 @functools.cache
 def _is_study_model(name: str) -> bool:
     key = parse_model_name(name)
-    return key is not None and key.size in {one.size for one in published().model_keys()}
+    return key is not None and key.size in {
+        model_key.size for model_key in published().model_keys()
+    }
 
 
 def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:

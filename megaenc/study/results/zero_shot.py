@@ -75,7 +75,7 @@ class ZeroShotResults:
             by_place = self.trained
             needed = set(self.seeds)
         else:
-            by_place = {place: {0: one} for place, one in self.pretrained.items()}
+            by_place = {place: {0: query_scores} for place, query_scores in self.pretrained.items()}
             needed = {0}
         members = {
             place: scores
@@ -85,15 +85,27 @@ class ZeroShotResults:
         scores = []
         for (model, dataset, _), by_seed in members.items():
             by_seed = {seed: by_seed[seed] for seed in sorted(needed)}
-            every = [
-                one
-                for place, of_place in members.items()
+            dataset_scores = [
+                query_scores
+                for place, scores_by_seed in members.items()
                 if place[1] == dataset
-                for one in of_place.values()
+                for query_scores in scores_by_seed.values()
             ]
-            is_paired = len({(one.fingerprint, one.query_ids) for one in every}) == 1
-            blocks = {seed: one.values for seed, one in by_seed.items()} if is_paired else {}
-            means = {seed: one.mean for seed, one in by_seed.items()}
+            is_paired = (
+                len(
+                    {
+                        (query_scores.fingerprint, query_scores.query_ids)
+                        for query_scores in dataset_scores
+                    }
+                )
+                == 1
+            )
+            blocks = (
+                {seed: query_scores.values for seed, query_scores in by_seed.items()}
+                if is_paired
+                else {}
+            )
+            means = {seed: query_scores.mean for seed, query_scores in by_seed.items()}
             interval = compute_interval(list(means.values()), kind)
             half = None if math.isnan(interval.half) else interval.half
             key = self.model_keys.get(model)

@@ -60,7 +60,9 @@ class ModelSelector:
         models.evidence = replace(
             self.evidence,
             scores=[
-                one for one in self.evidence.scores if (one.model_key, one.family) not in left_out
+                score
+                for score in self.evidence.scores
+                if (score.model_key, score.family) not in left_out
             ],
         )
         models.left_out = frozenset(left_out)
@@ -102,8 +104,8 @@ class ModelSelector:
         Each size, smallest first, has its longest planned budget that both sides share.
         """
         ends = (
-            lambda one: one.decayed and self.is_mlm_only(one),
-            lambda one: one.decayed and is_clm_only(one),
+            lambda key: key.decayed and self.is_mlm_only(key),
+            lambda key: key.decayed and is_clm_only(key),
         )
         # the last of each size is the longest
         longest = dict(sorted(self.match_pairs(*ends, model_keys=self.planned_model_keys)))
@@ -141,9 +143,9 @@ class ModelSelector:
             set of an average has no score.
         """
         terms = {}
-        for seed, of_seed in contrast.terms.items():
+        for seed, seed_terms in contrast.terms.items():
             terms[seed] = []
-            for weight, score in of_seed:
+            for weight, score in seed_terms:
                 members = score.members or (score,)
                 if members == (score,) and score.dataset == AVERAGE:  # a published average
                     names = STUDY_DATASETS[score.family]
@@ -277,10 +279,10 @@ class Contrast:
 
         An average is replaced by its data sets, each with the weight of the average.
         """
-        every = (self.source or self.terms).values()
+        terms_by_run = (self.source or self.terms).values()
         return [
             [(weight, member) for weight, score in terms for member in score.members or (score,)]
-            for terms in every
+            for terms in terms_by_run
         ]
 
     @functools.cached_property
@@ -354,7 +356,7 @@ def build_contrasts(
             for seed, pair in sides.items()
             if family_terms(evidence, family, pair) is not None
         }
-        model_keys = [one for pair in evaluated.values() for one in pair]
+        model_keys = [model_key for pair in evaluated.values() for model_key in pair]
         common = family_terms(evidence, family, model_keys)
         if common is None:
             continue
@@ -377,11 +379,13 @@ def adjust_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
     A difference with p below 0.05 `holds` above 0 and is `reversed` below it; others are `not
     resolved`.
     """
-    corrected = inference.holm_adjust([one.p for one in comparisons])
-    outcomes = (("holds" if one.difference > 0 else "reversed") for one in comparisons)
+    corrected = inference.holm_adjust([comparison.p for comparison in comparisons])
+    outcomes = (
+        ("holds" if comparison.difference > 0 else "reversed") for comparison in comparisons
+    )
     return [
-        replace(one, p_adjusted=p, verdict=outcome if p < LEVEL else "not resolved")
-        for one, p, outcome in zip(comparisons, corrected, outcomes, strict=True)
+        replace(comparison, p_adjusted=p, verdict=outcome if p < LEVEL else "not resolved")
+        for comparison, p, outcome in zip(comparisons, corrected, outcomes, strict=True)
     ]
 
 

@@ -219,8 +219,8 @@ def welch_from_intervals(
         half_widths: 1.96 * sd / sqrt(seeds) of each mean; NaN if unknown, then there is no p.
         run_variances: (variance, degrees of freedom) of the noise between pretraining runs.
     """
-    each = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
-    variances = [*((variance, seeds - 1) for variance in each), *run_variances]
+    mean_variances = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
+    variances = [*((variance, seeds - 1) for variance in mean_variances), *run_variances]
     return welch_satterthwaite_test(float(np.dot(weights, means)), variances, math.nan)
 
 
@@ -307,13 +307,18 @@ def t_test_power(
         return math.nan
     error = math.sqrt(seed_variance + example_part)
     sampled_variance = seed_variance * stats.chi2.ppf(_QUANTILES, seed_count - 1) / (seed_count - 1)
-    edges = _t_quantile(seed_count - 1) * np.sqrt(sampled_variance)
+    critical_values = _t_quantile(seed_count - 1) * np.sqrt(sampled_variance)
     if example_part:
         with np.errstate(divide="ignore"):
             df = (sampled_variance + example_part) ** 2 * (seed_count - 1) / sampled_variance**2
-        edges = np.maximum(edges, _t_quantile(df) * np.sqrt(sampled_variance + example_part))
+        critical_values = np.maximum(
+            critical_values, _t_quantile(df) * np.sqrt(sampled_variance + example_part)
+        )
     return float(
-        np.mean(ndtr((abs(difference) - edges) / error) + ndtr((-abs(difference) - edges) / error))
+        np.mean(
+            ndtr((abs(difference) - critical_values) / error)
+            + ndtr((-abs(difference) - critical_values) / error)
+        )
     )
 
 

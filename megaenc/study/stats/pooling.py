@@ -69,7 +69,10 @@ def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
             for family in (contrast.family, ""):
                 variances[family][seeds].append(float(np.var(rows.scores, ddof=1)))
     return {
-        family: {seeds: float(np.mean(each)) / len(by_seeds) for seeds, each in by_seeds.items()}
+        family: {
+            seeds: float(np.mean(seed_variances)) / len(by_seeds)
+            for seeds, seed_variances in by_seeds.items()
+        }
         for family, by_seeds in variances.items()
     }
 
@@ -158,7 +161,7 @@ def _test_pool(
             sides.scores, list(sides.examples.values()), run_variances
         )
         return result, inference.hedges_g(sides.left, sides.right), False
-    difference = math.fsum(float(one.scores.mean()) for one in rows.values())
+    difference = math.fsum(float(score_rows.scores.mean()) for score_rows in rows.values())
     seed_variances = _variances_by_seeds(groups, rows, borrowed)
     result = inference.welch_satterthwaite_test(
         difference, seed_variances, _pooled_example_variance(rows.values())
@@ -189,7 +192,7 @@ def _run_variances(pool: WeightedContrasts, noise: RunNoise | None) -> list[tupl
                 weight * part > 0,
             )
             trunks[trunk][score.family, score.dataset] += weight * part
-    pairs = [noise.variance(of_trunk) for of_trunk in trunks.values()]
+    pairs = [noise.variance(trunk_weights) for trunk_weights in trunks.values()]
     total = math.fsum(variance for variance, _ in pairs)
     finetuning = math.fsum(variance for _, variance in pairs)
     return [(total, noise.df), (-finetuning, math.inf)]
@@ -219,8 +222,8 @@ def _variances_by_seeds(
     for seeds, members in groups.items():
         overlapping = 1
         if seeds:
-            own_sizes = {contrast.size for _, contrast in members}
-            overlapping = sum(bool(own_sizes & sizes) for sizes in parts)
+            group_sizes = {contrast.size for _, contrast in members}
+            overlapping = sum(bool(group_sizes & sizes) for sizes in parts)
         variances[seeds] += overlapping * inference.variance_of_mean(rows[seeds].scores)
     for size, members in single_run_by_size.items():
         overlapping = sum(size in sizes for sizes in parts)
@@ -241,13 +244,13 @@ def _pooled_example_variance(rows: Collection[ScoreRows]) -> float:
     It is NaN if some rows lack example scores or have other examples.
     """
     by_dataset: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
-    for one in rows:
-        for dataset, block in one.examples.items():
+    for score_rows in rows:
+        for dataset, block in score_rows.examples.items():
             by_dataset[dataset].append(block)
     is_inconsistent = any(
         len({block.shape[1] for block in blocks}) > 1 for blocks in by_dataset.values()
     )
-    if is_inconsistent or any(not one.examples for one in rows):
+    if is_inconsistent or any(not score_rows.examples for score_rows in rows):
         return math.nan
     return math.fsum(inference.example_variance(blocks) for blocks in by_dataset.values())
 
@@ -283,8 +286,11 @@ def _sum_contrasts(
         means = {
             dataset: [run.examples[dataset].mean(0) for run in runs] for dataset in runs[0].examples
         }
-        if all(len({one.shape for one in each}) == 1 for each in means.values()):
-            blocks = {dataset: np.stack(each) for dataset, each in means.items()}
+        if all(
+            len({example_means.shape for example_means in run_means}) == 1
+            for run_means in means.values()
+        ):
+            blocks = {dataset: np.stack(run_means) for dataset, run_means in means.items()}
     return ScoreRows(left, right, blocks)
 
 
@@ -341,10 +347,10 @@ def _sum_example_scores(terms: Terms, seeds: Sequence[int]) -> ExampleScores:
     for weight, score in terms:
         by_dataset[score.family, score.dataset].append((weight, score.stack_examples(seeds)))
     sums = {}
-    for dataset, each in by_dataset.items():
-        shapes = {None if block is None else block.shape for _, block in each}
+    for dataset, weighted_blocks in by_dataset.items():
+        shapes = {None if block is None else block.shape for _, block in weighted_blocks}
         if len(shapes) == 1 and None not in shapes:
-            sums[dataset] = sum(weight * block for weight, block in each)
+            sums[dataset] = sum(weight * block for weight, block in weighted_blocks)
     return sums
 
 

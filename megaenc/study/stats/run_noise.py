@@ -55,11 +55,11 @@ class RunNoise:
             without a given standard deviation.
         """
         if self.given:
-            deviation = sum(
+            std = sum(
                 abs(weight) * self.given.get(family, math.nan)
                 for (family, _), weight in weights.items()
             )
-            return deviation**2, 0.0
+            return std**2, 0.0
         if not set(weights) <= set(self.residuals):
             return math.nan, math.nan
         residuals = sum(weight * self.residuals[place] for place, weight in weights.items())
@@ -75,21 +75,23 @@ class RunNoise:
         It is the standard deviation in points, without the part of fine-tuning, of the mean over
         the data sets of a family. Families without an estimate are left out.
         """
-        each = []
+        parts = []
         for family in families:
-            if family not in self.given and all(family != of for of, _ in self.residuals):
+            if family not in self.given and all(
+                family != residual_family for residual_family, _ in self.residuals
+            ):
                 continue
             places = [
                 (family, name)
-                for of_family, name in self.residuals
-                if of_family == family and not is_average(name)
+                for residual_family, name in self.residuals
+                if residual_family == family and not is_average(name)
             ]
             weights = {place: 1 / len(places) for place in places} or {(family, AVERAGE): 1.0}
             variance, finetuning = self.variance(weights)
-            each.append(
-                f"{100 * math.sqrt(variance - finetuning):.2f}{' points' * (not each)} on {family}"
+            parts.append(
+                f"{100 * math.sqrt(variance - finetuning):.2f}{' points' * (not parts)} on {family}"
             )
-        return f"{', '.join(each)}, {self.source}"
+        return f"{', '.join(parts)}, {self.source}"
 
 
 UNKNOWN_NOISE = RunNoise()
@@ -139,18 +141,18 @@ def estimate_run_noise(models: ModelSelector) -> RunNoise:
     curves: dict[str, dict[float, ModelKey]] = {}
     collapsed = {score.model_key for score in models.evidence.scores if score.is_collapsed}
     mlm_only = [
-        one
-        for one in models.model_keys
-        if one.decayed
-        and one.mask_ratio
-        and not one.clm_steps + one.cpt_mlm_steps
-        and one not in collapsed
+        key
+        for key in models.model_keys
+        if key.decayed
+        and key.mask_ratio
+        and not key.clm_steps + key.cpt_mlm_steps
+        and key not in collapsed
     ]
-    for key in sorted(mlm_only, key=lambda one: -one.steps):
+    for key in sorted(mlm_only, key=lambda key: -key.steps):
         ratios = {
-            one.mask_ratio: one
-            for one in mlm_only
-            if (one.size, one.steps) == (key.size, key.steps)
+            peer.mask_ratio: peer
+            for peer in mlm_only
+            if (peer.size, peer.steps) == (key.size, key.steps)
         }
         if len(ratios) > 2:
             curves.setdefault(key.size, dict(sorted(ratios.items())))
