@@ -217,7 +217,9 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
     existing = [] if is_zero_shot_only else read_result_tree(config.results)
     results = drop_unprinted_results(existing) or existing
     models = list(
-        dict.fromkeys([*(one.model for one in results), *(zero_shot.models if zero_shot else ())])
+        dict.fromkeys(
+            [*(result.model for result in results), *(zero_shot.models if zero_shot else ())]
+        )
     )
     model_keys = resolve_model_keys(sorted(models), scope.model_keys)
     evidence = build_evidence(results, model_keys.get, PAPER_SCORE, config.interval, scope)
@@ -231,7 +233,7 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
     else:
         flops = published_flops_by_model(evidence)
     available_metrics = {
-        name for one in results if one.test is not None for name in one.test.metrics
+        name for result in results if result.test is not None for name in result.test.metrics
     }
     metrics = [
         name for names in STANDARD_METRICS.values() for name in names if name in available_metrics
@@ -291,7 +293,9 @@ def _check_results(
             f"{place}: found models {actual}, expected those of {config.manifest}: {expected}, ..."
         )
     if grid is not None and not evidence.grids:
-        actual = _format_grid({one.learning_rate for one in results}, {one.seed for one in results})
+        actual = _format_grid(
+            {result.learning_rate for result in results}, {result.seed for result in results}
+        )
         expected = f"some of the grid of {config.manifest}: {_format_grid(grid.rates, grid.seeds)}"
         raise InputError(f"{place}: found {actual}, expected {expected}")
     if not evidence.scores:
@@ -325,8 +329,11 @@ def write_report(report: ReportPage, output: Path) -> None:
         for suffix, form in WRITERS.items()
     }
     figures: dict[str, FigureSpec] = {}
-    for one in report.figures:
-        pair = {one.figure.key: one.figure, f"{one.figure.key}-published": one.published}
+    for report_figure in report.figures:
+        pair = {
+            report_figure.figure.key: report_figure.figure,
+            f"{report_figure.figure.key}-published": report_figure.published,
+        }
         figures |= {
             f"{FIGURES}/{name}": spec for name, spec in pair.items() if spec and spec.panels
         }
@@ -339,8 +346,8 @@ def write_report(report: ReportPage, output: Path) -> None:
     for name, (table, form) in texts.items():
         atomic_write(output / name, form(table))
     with ProgressLine("drawing", total=len(figures), closing=False) as progress:
-        for at, (name, spec) in enumerate(figures.items()):
-            progress.update(at)
+        for index, (name, spec) in enumerate(figures.items()):
+            progress.update(index)
             with atomic_files(output / f"{name}.png") as [temporary]:
                 spec.figure.savefig(temporary, format="png", metadata={"Software": None})
             atomic_write(output / f"{name}.svg", spec.svg)
@@ -362,10 +369,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with create_parent_with_rollback(output / PAGE, "--output"):
         report = build_report(config)
         write_report(report, output)
-    for one in report.verdicts:
-        print_rank_0(f"{one.claim}{one.part} {one.title}: {one.label}")
+    for verdict in report.verdicts:
+        print_rank_0(f"{verdict.claim}{verdict.part} {verdict.title}: {verdict.label}")
     for text in filter(None, (report.missing_scores, *report.notices)):
         print_rank_0(text)
-    count = sum(bool(one.figure.panels) for one in report.figures)
+    count = sum(bool(report_figure.figure.panels) for report_figure in report.figures)
     tables = f"{len(report.tables)} tables in {output / TABLES}"
     print_rank_0(f"{tables}, {count} figures in {output / FIGURES}, page: {output / PAGE}")

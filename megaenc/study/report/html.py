@@ -82,7 +82,8 @@ def render_page(report: ReportPage) -> str:
     }
     environment.tests |= {"finite": math.isfinite, "nan": math.isnan}
     verdicts = Counter(
-        (one.verdict, one.label.removeprefix(one.verdict)) for one in report.verdicts
+        (verdict.verdict, verdict.label.removeprefix(verdict.verdict))
+        for verdict in report.verdicts
     )
     counts = ", ".join(
         f"{verdicts[name, runs]} {label['after_count']}{runs}"
@@ -123,7 +124,11 @@ def _axis_limits(verdict: Verdict) -> dict[str, float]:
     It is the largest absolute value of differences and interval ends.
     """
     limits: dict[str, float] = {}
-    for one in filter(None, [verdict.overall, *verdict.families, *verdict.comparisons]):
-        ends = [abs(end) for end in (one.low, one.high, one.difference) if math.isfinite(end)]
-        limits[one.unit] = max([*ends, limits.get(one.unit, 0.0)])
+    for comparison in filter(None, [verdict.overall, *verdict.families, *verdict.comparisons]):
+        ends = [
+            abs(end)
+            for end in (comparison.low, comparison.high, comparison.difference)
+            if math.isfinite(end)
+        ]
+        limits[comparison.unit] = max([*ends, limits.get(comparison.unit, 0.0)])
     return {unit: limit or 1.0 for unit, limit in limits.items()}

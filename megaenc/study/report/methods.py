@@ -47,8 +47,8 @@ def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact
     are those of runs in `evidence`, the rest is of all `results`.
     """
     scope = evidence.scope
-    finished = [one for one in results if one.test is not None]
-    outside = len(results) - sum(len(one.collapsed_by_run) for one in evidence.grids)
+    finished = [result for result in results if result.test is not None]
+    outside = len(results) - sum(len(grid.collapsed_by_run) for grid in evidence.grids)
     counts = f"{len(finished):,} results, {len(results) - len(finished):,} failed runs"
     if outside:
         counts += f"; {outside:,} with rates or seeds that the manifest does not plan are left out"
@@ -57,8 +57,8 @@ def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact
     seeds = {seed for grid in evidence.grids for _, seed in grid.collapsed_by_run}
     seconds = _total_seconds(results)
     facts = [
-        ("Models", f"{len({one.model for one in finished})} evaluated{planned}"),
-        ("Data sets", f"{len({(one.family, one.dataset) for one in finished})}"),
+        ("Models", f"{len({result.model for result in finished})} evaluated{planned}"),
+        ("Data sets", f"{len({(result.family, result.dataset) for result in finished})}"),
         ("Fine-tuning", counts),
         ("Fine-tuning seeds", _format_unique(sorted(seeds))),
         ("Learning rates", _format_unique(map(format_learning_rate, sorted(rates)))),
@@ -83,13 +83,13 @@ def _total_seconds(results: Sequence[Result]) -> float:
     """
     training: dict[tuple, float] = {}
     total = 0.0
-    for one in results:
-        times = dict(read_json_or_empty(one.path / TIMING))
+    for result in results:
+        times = dict(read_json_or_empty(result.path / TIMING))
         if all(is_number(value) and value >= 0 for value in times.values()):
             total += times.pop("evaluation", 0.0)
-            training[one.model, one.family, one.train_on, one.learning_rate, one.seed] = sum(
-                times.values()
-            )
+            training[
+                result.model, result.family, result.train_on, result.learning_rate, result.seed
+            ] = sum(times.values())
     return total + sum(training.values())
 
 
@@ -100,15 +100,18 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
     """
     if not runs:
         return []
-    every = list(runs.values())
-    steps = sum(run.steps[-1]["step"] - run.start_progress["step"] for run in every)
-    tokens = sum(run.steps[-1]["tokens"] - run.start_progress["tokens"] for run in every)
-    seconds = sum(training_seconds(run.steps, run.start_progress["step"]) for run in every)
+    trained_runs = list(runs.values())
+    steps = sum(run.steps[-1]["step"] - run.start_progress["step"] for run in trained_runs)
+    tokens = sum(run.steps[-1]["tokens"] - run.start_progress["tokens"] for run in trained_runs)
+    seconds = sum(training_seconds(run.steps, run.start_progress["step"]) for run in trained_runs)
     facts = [
-        ("Pretraining", f"{len(every)} runs, {steps:,} steps, {format_number(tokens)} tokens"),
+        (
+            "Pretraining",
+            f"{len(trained_runs)} runs, {steps:,} steps, {format_number(tokens)} tokens",
+        ),
         ("Time in pretraining", f"{seconds / 3600:,.2f} hours in training steps"),
     ]
-    sizes = [run.facts.get("parameters") for run in every]
+    sizes = [run.facts.get("parameters") for run in trained_runs]
     facts.append(("Parameters", _format_unique(map(format_number, filter(is_number, sizes)))))
     flags = {
         "Tokens a sequence": "seq_length",
@@ -116,9 +119,9 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
         "Peak learning rate": "lr",
     }
     for label, name in flags.items():
-        values = filter(is_number, [run.identity.get(name) for run in every])
+        values = filter(is_number, [run.identity.get(name) for run in trained_runs])
         facts.append((label, _format_unique(f"{value:g}" for value in values)))
-    versions = [f"megaenc {run.facts['megaenc']}" for run in every if "megaenc" in run.facts]
+    versions = [f"megaenc {run.facts['megaenc']}" for run in trained_runs if "megaenc" in run.facts]
     facts.append(("Software", _format_unique(versions)))
     return [(name, text) for name, text in facts if text]
 
@@ -180,14 +183,14 @@ def describe_intervals(evidence: Evidence, published: Evidence | None = None) ->
 
     counts = sorted(
         {
-            len(one.seed_scores) or PUBLISHED_SEEDS
-            for one in evidence.scores
-            if one.half_width is not None
+            len(score.seed_scores) or PUBLISHED_SEEDS
+            for score in evidence.scores
+            if score.half_width is not None
         }
     )
-    ours = "none, as there is one fine-tuning seed"
+    study_intervals = "none, as there is one fine-tuning seed"
     if counts:
-        ours = f"{describe(counts, evidence.kind)}, given the chosen learning rate"
+        study_intervals = f"{describe(counts, evidence.kind)}, given the chosen learning rate"
     if published is None or (evidence.kind == "normal" and counts == [PUBLISHED_SEEDS]):
-        return ours
-    return f"{ours}; published ones are {describe([PUBLISHED_SEEDS], 'normal')}"
+        return study_intervals
+    return f"{study_intervals}; published ones are {describe([PUBLISHED_SEEDS], 'normal')}"

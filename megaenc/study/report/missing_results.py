@@ -44,7 +44,7 @@ def _build_missing_table(incomplete: list[tuple[GridStatus, IncompleteRate]]) ->
         )
     columns = (
         *(
-            Column(name, number=False)
+            Column(name, numeric=False)
             for name in ("Model", "Family", "Data set", "Rate", "Missing seeds")
         ),
         Column("Validation"),

@@ -43,10 +43,10 @@ class ControlComparison:
     of each are equal"""
     p: np.ndarray
     """float[R], two-sided; NaN as above"""
-    run_deviation: float
+    run_std: float
     """pooled standard deviation between the pretraining runs of a recipe"""
     df: int
-    """degrees of freedom of `run_deviation`"""
+    """degrees of freedom of `run_std`"""
 
 
 def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> ControlComparison:
@@ -63,17 +63,17 @@ def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> 
     df = sum(map(len, groups)) - len(groups)
     squares = math.fsum(float(np.sum((group - group.mean()) ** 2)) for group in groups)
     differences = np.array([recipe.mean() - control.mean() for recipe in recipes])
-    deviation = math.sqrt(squares / df) if df else math.nan
-    if not deviation > 0:
+    std = math.sqrt(squares / df) if df else math.nan
+    if not std > 0:
         unknown = np.full(len(recipes), math.nan)
-        return ControlComparison(differences, unknown, unknown, deviation, df)
+        return ControlComparison(differences, unknown, unknown, std, df)
     with warnings.catch_warnings():
         # about single or equal runs, and about an error of the interval's level below 0.001
         warnings.simplefilter("ignore")
         result = dunnett(*recipes, control=control, random_state=0)
         interval = result.confidence_interval()
     return ControlComparison(
-        differences, (interval.high - interval.low) / 2, result.pvalue, deviation, df
+        differences, (interval.high - interval.low) / 2, result.pvalue, std, df
     )
 
 
@@ -86,17 +86,19 @@ def build_schedule_table(evidence: Evidence) -> Table | None:
     recipes = group_by_recipe(
         select_schedule_peers(evidence.model_keys(), evidence.reference_mask_ratio)
     )
-    controls = [one for one in recipes if not one.schedule and not one.clm_steps]
+    controls = [recipe for recipe in recipes if not recipe.schedule and not recipe.clm_steps]
     groups: dict[ModelKey, list[ModelKey]] = {}
     for recipe in recipes:
-        candidates = [one for one in controls if one.size == recipe.size]
+        candidates = [candidate for candidate in controls if candidate.size == recipe.size]
         if candidates and recipe not in controls:
-            control = max(candidates, key=lambda one: (one.steps == recipe.steps, one.steps))
+            control = max(
+                candidates, key=lambda candidate: (candidate.steps == recipe.steps, candidate.steps)
+            )
             groups.setdefault(control, []).append(recipe)
     groups = {
         control: members
         for control, members in groups.items()
-        if any(one.schedule for one in members)
+        if any(recipe.schedule for recipe in members)
     }
     if not groups:
         return None
@@ -107,7 +109,7 @@ def build_schedule_table(evidence: Evidence) -> Table | None:
         rows += _build_rows(evidence, recipes, control, members, places)
     pairs = [(dataset_label(family, name), family) for family, name in places]
     columns = (
-        *(Column(name, number=False) for name in ("Size", "Objective")),
+        *(Column(name, numeric=False) for name in ("Size", "Objective")),
         *(Column(name) for name in ("Steps", "Steps of MLM", "Runs")),
         *(
             Column(name, f"{family} {label}")
@@ -128,34 +130,44 @@ def _build_rows(
     places: Sequence[tuple[str, str]],
 ) -> list[TableRow]:
     """Build a row for each recipe compared with `control`, and one with the noise."""
-    cells: dict[ModelKey, list[CellValue]] = {one: [] for one in members}
+    cells: dict[ModelKey, list[CellValue]] = {recipe: [] for recipe in members}
     noise: list[CellValue] = []
     for family, name in places:
         scores = {}
-        for one in (control, *members):
-            by_run = [evidence.find(key, name, family) for key in recipes[one]]
+        for recipe in (control, *members):
+            by_run = [evidence.find(key, name, family) for key in recipes[recipe]]
             if means := [score.mean for score in by_run if score is not None]:
-                scores[one] = np.array(means)
-        compared = [one for one in members if one in scores and control in scores]
+                scores[recipe] = np.array(means)
+        compared = [recipe for recipe in members if recipe in scores and control in scores]
         by_recipe: dict[ModelKey, tuple[CellValue, CellValue]] = {}
         noise_cell = None
         if compared:
-            result = compare_with_control([scores[one] for one in compared], scores[control])
-            each = zip(compared, result.differences, result.half_width, result.p, strict=True)
+            result = compare_with_control([scores[recipe] for recipe in compared], scores[control])
+            compared_values = zip(
+                compared, result.differences, result.half_width, result.p, strict=True
+            )
             by_recipe = {
-                one: _format_cells(difference, half, p) for one, difference, half, p in each
+                recipe: _format_cells(difference, half, p)
+                for recipe, difference, half, p in compared_values
             }
-            noise_cell = f"{100 * result.run_deviation:.2f} ({result.df} df)" if result.df else None
-        for one in members:
-            cells[one] += by_recipe.get(one, (None, None))
+            noise_cell = f"{100 * result.run_std:.2f} ({result.df} df)" if result.df else None
+        for recipe in members:
+            cells[recipe] += by_recipe.get(recipe, (None, None))
         noise += [noise_cell, None]
     rows = [
         TableRow(
-            (one.size, recipe_label(one), one.steps, control.steps, len(recipes[one]), *cells[one]),
-            rule=at == 0,
-            name=recipe_label(one),
+            (
+                recipe.size,
+                recipe_label(recipe),
+                recipe.steps,
+                control.steps,
+                len(recipes[recipe]),
+                *cells[recipe],
+            ),
+            rule=index == 0,
+            name=recipe_label(recipe),
         )
-        for at, one in enumerate(members)
+        for index, recipe in enumerate(members)
     ]
     label = "standard deviation between runs"
     return [

@@ -38,16 +38,16 @@ from megaenc.tables import format_csv
 
 _TEXT_COLUMNS = ("Size", "Objective", "Schedule", "Model")
 _MODEL_COLUMNS: dict[str, Callable[[ModelKey], CellValue]] = {
-    "Size": lambda one: one.size,
+    "Size": lambda key: key.size,
     "Objective": objective_name,
     "Schedule": objective_name,
-    "Mask": lambda one: format_percent(one.mask_ratio),
-    "CLM steps": lambda one: one.clm_steps,
-    "MLM steps": lambda one: one.mlm_steps,
-    "CPT steps": lambda one: one.cpt_mlm_steps,
-    "Step": lambda one: one.steps,
-    "Steps": lambda one: one.steps,
-    "Seed": lambda one: one.seed,
+    "Mask": lambda key: format_percent(key.mask_ratio),
+    "CLM steps": lambda key: key.clm_steps,
+    "MLM steps": lambda key: key.mlm_steps,
+    "CPT steps": lambda key: key.cpt_mlm_steps,
+    "Step": lambda key: key.steps,
+    "Steps": lambda key: key.steps,
+    "Seed": lambda key: key.seed,
 }
 _SETUP_COLUMNS: dict[Setup, tuple[int, list[str]]] = {
     "base": (1, ["Size", "Objective", "Mask"]),
@@ -110,7 +110,7 @@ def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence
     Args:
         standard: Scores in each metric; without any there are no tables.
     """
-    by_metric = {one.metric: one for one in standard}
+    by_metric = {metric_evidence.metric: metric_evidence for metric_evidence in standard}
     places = [
         (f"{family}, {METRIC_LABELS[metric]}", by_metric[metric], family, name)
         for family in FAMILY_LABELS
@@ -147,8 +147,10 @@ def _build_setup_tables(
     tables = []
     groups = evidence.group_by_setup()
     names = evidence.model_names()
-    unnamed = list(dict.fromkeys(one.model for one in evidence.scores if one.model_key is None))
-    seed = ["Seed"] * (len({one.seed for one in names}) > 1)
+    unnamed = list(
+        dict.fromkeys(score.model for score in evidence.scores if score.model_key is None)
+    )
+    seed = ["Seed"] * (len({model_key.seed for model_key in names}) > 1)
     for setup, (together, setup_columns) in _SETUP_COLUMNS.items():
         model_keys = groups.get(setup, [])
         others = unnamed if setup == "other" else []
@@ -156,48 +158,54 @@ def _build_setup_tables(
             continue
         heads = ["Model"] * bool(others) + setup_columns + seed
         has_published = published is not None and any(
-            published.find(one, name, of) for one in model_keys for *_, of, name in places
+            published.find(model_key, name, family)
+            for model_key in model_keys
+            for *_, family, name in places
         )
-        ours = ["ours"] * has_published
-        theirs = ["published"] * has_published
+        study_source = ["ours"] * has_published
+        published_source = ["published"] * has_published
         rows: list[TableRow] = []
         shown_scores: list[Score] = []
         previous = None
-        for one in [*model_keys, *others]:
-            head = [one, *[None] * (len(heads) - 1)]
+        for model in [*model_keys, *others]:
+            head = [model, *[None] * (len(heads) - 1)]
             group = None
-            if one in names:
-                values = [_MODEL_COLUMNS[name](one) for name in setup_columns + seed]
-                head = [names[one]] * bool(others) + values
+            if model in names:
+                values = [_MODEL_COLUMNS[name](model) for name in setup_columns + seed]
+                head = [names[model]] * bool(others) + values
                 group = values[:together]
-            row_scores = [source.find(one, name, family) for _, source, family, name in places]
-            shown_scores += [each for each in row_scores if each is not None]
+            row_scores = [source.find(model, name, family) for _, source, family, name in places]
+            shown_scores += [score for score in row_scores if score is not None]
             rule = None not in (previous, group) and group != previous
             rows.append(
                 TableRow(
-                    (*head, *ours, *map(_format_score_cell, row_scores)),
+                    (*head, *study_source, *map(_format_score_cell, row_scores)),
                     rule=rule,
-                    name=names.get(one, ""),
+                    name=names.get(model, ""),
                 )
             )
             previous = group
-            if has_published and one in names:
+            if has_published and model in names:
                 published_cells = [
-                    _format_score_cell(published.find(one, name, family))
+                    _format_score_cell(published.find(model, name, family))
                     for *_, family, name in places
                 ]
                 if any(published_cells):
                     rows.append(
-                        TableRow((*head, *theirs, *published_cells), light=True, name="published")
+                        TableRow(
+                            (*head, *published_source, *published_cells),
+                            light=True,
+                            name="published",
+                        )
                     )
-        columns = [Column(name, number=name not in _TEXT_COLUMNS) for name in heads] + [
-            Column("Source", number=False)
+        columns = [Column(name, numeric=name not in _TEXT_COLUMNS) for name in heads] + [
+            Column("Source", numeric=False)
         ] * has_published
         full_note = _format_note(
             f"{note} Intervals: "
             f"{describe_intervals(evidence, published if has_published else None)}.",
-            (_COLLAPSED_RUNS, (one.collapsed_at_rate > 0 for one in shown_scores)),
-            (_UNFINISHED, (one.ended_runs < one.planned_runs for one in shown_scores)),
+            (_COLLAPSED_RUNS, (score.collapsed_at_rate > 0 for score in shown_scores)),
+            (_UNFINISHED, (score.ended_runs < score.planned_runs for score in shown_scores)),
         )
         tables.append(
             Table(
@@ -218,7 +226,7 @@ def _format_score_cell(score: Score | None) -> CellValue:
     """
     if score is None:
         return None
-    run_count = sum(len(one.seed_scores) for one in score.members or (score,))
+    run_count = sum(len(member.seed_scores) for member in score.members or (score,))
     collapsed = f" †{score.collapsed_at_rate}/{run_count}" if score.collapsed_at_rate else ""
     return (
         f"{format_score(score.mean, score.half_width)}{collapsed}{_format_unfinished_mark(score)}"
@@ -260,20 +268,24 @@ def format_scores_csv(evidence: Sequence[Evidence]) -> str:
         evidence: Scores in each metric.
     """
     lines: list[list[object]] = [[*CSV_COLUMNS, *_RUN_COLUMNS]]
-    for each in evidence:
+    for metric_evidence in evidence:
         setups: list[tuple[str, ModelKey | None]] = [
-            (setup, one) for setup, of in each.group_by_setup().items() for one in of
+            (setup, model_key)
+            for setup, model_keys in metric_evidence.group_by_setup().items()
+            for model_key in model_keys
         ]
         for setup, model_key in [*setups, ("other", None)]:
-            scores = [one for one in each.scores if one.model_key == model_key]
+            scores = [score for score in metric_evidence.scores if score.model_key == model_key]
             for family, names in datasets_by_family(
-                (one.family, one.dataset) for one in scores
+                (score.family, score.dataset) for score in scores
             ).items():
                 family_scores = sorted(
-                    (one for one in scores if one.family == family),
-                    key=lambda one: names.index(one.dataset),
+                    (score for score in scores if score.family == family),
+                    key=lambda score: names.index(score.dataset),
                 )
-                lines += [_build_csv_row(setup, one, each.metric) for one in family_scores]
+                lines += [
+                    _build_csv_row(setup, score, metric_evidence.metric) for score in family_scores
+                ]
     return format_csv(lines)
 
 
@@ -302,12 +314,17 @@ def _build_csv_row(setup: str, score: Score, metric: str) -> list[object]:
 
 def _list_model_names(evidence: Evidence) -> list[str]:
     """Return the distinct names of all models with a run, in the row order of tables."""
-    every = [*evidence.scores, *evidence.grids]
-    names = {one.model_key: one.model for one in reversed(every) if one.model_key is not None}
+    entries = [*evidence.scores, *evidence.grids]
+    names = {
+        entry.model_key: entry.model for entry in reversed(entries) if entry.model_key is not None
+    }
     keys = [key for members in evidence.group_by_setup(names).values() for key in members]
     return list(
         dict.fromkeys(
-            [*(names[key] for key in keys), *(one.model for one in every if one.model_key is None)]
+            [
+                *(names[key] for key in keys),
+                *(entry.model for entry in entries if entry.model_key is None),
+            ]
         )
     )
 
@@ -358,13 +375,13 @@ def build_rate_table(evidence: Evidence) -> Table | None:
     note = _format_note(
         "Best less worst mean score over the learning rates, in points (number of rates within "
         "one point of the best). An average uses one rate for all its data sets.",
-        (failed, (bool(one.failed_seeds) for one in evidence.scores)),
-        (collapsed, (one.collapsed_runs > 0 for one in evidence.scores)),
-        (_UNFINISHED, (one.ended_runs < one.planned_runs for one in evidence.scores)),
+        (failed, (bool(score.failed_seeds) for score in evidence.scores)),
+        (collapsed, (score.collapsed_runs > 0 for score in evidence.scores)),
+        (_UNFINISHED, (score.ended_runs < score.planned_runs for score in evidence.scores)),
     )
     places = _list_score_columns(evidence)
     cell_by_place = {
-        (one.model, one.family, one.dataset): format_cell(one) for one in evidence.scores
+        (score.model, score.family, score.dataset): format_cell(score) for score in evidence.scores
     }
     cells_by_model = {
         model: [cell_by_place.get((model, family, name)) for *_, family, name in places]
@@ -377,7 +394,7 @@ def build_rate_table(evidence: Evidence) -> Table | None:
     )
     if not rows:
         return None
-    columns = (Column("Model", number=False), *_build_columns(places))
+    columns = (Column("Model", numeric=False), *_build_columns(places))
     return Table("learning-rates", "Sensitivity to the learning rate", note, columns, rows)
 
 
@@ -401,45 +418,47 @@ def build_collapse_table(evidence: Evidence) -> Table | None:
     """
     if not evidence.grids:
         return None
-    sets = datasets_by_family((one.family, one.dataset) for one in evidence.grids)
+    sets = datasets_by_family((grid.family, grid.dataset) for grid in evidence.grids)
     places = [(family, name) for family, names in sets.items() for name in names]
-    rates = sorted({rate for one in evidence.grids for rate, _ in one.collapsed_by_run})
+    rates = sorted({rate for grid in evidence.grids for rate, _ in grid.collapsed_by_run})
 
-    def format_share(collapsed: Iterable[bool]) -> CellValue:
-        """Format the share of collapsed runs as k/n; None without runs."""
+    def format_collapsed(collapsed: Iterable[bool]) -> CellValue:
+        """Format the fraction of collapsed runs as k/n; None without runs."""
         collapsed = list(collapsed)
         return f"{sum(collapsed)}/{len(collapsed)}" if collapsed else None
 
     def build_row(name: str, grids: Sequence[GridStatus], rule: bool = False) -> TableRow:
         """Build the row of one model, or of all, from its grids."""
         by_place = [
-            [one for one in grids if (one.family, one.dataset) == place] for place in places
+            [grid for grid in grids if (grid.family, grid.dataset) == place] for place in places
         ]
         cells = [
-            format_share(
-                collapsed for one in place_grids for collapsed in one.collapsed_by_run.values()
+            format_collapsed(
+                collapsed for grid in place_grids for collapsed in grid.collapsed_by_run.values()
             )
             for place_grids in by_place
         ]
         ended = collapsed_by_training(
-            ((one.model, one.family, one.train_on), one.collapsed_by_run) for one in grids
+            ((grid.model, grid.family, grid.train_on), grid.collapsed_by_run) for grid in grids
         )
         cells += [
-            format_share(collapsed for (_, at, _), collapsed in ended.items() if at == rate)
+            format_collapsed(
+                collapsed for (_, run_rate, _), collapsed in ended.items() if run_rate == rate
+            )
             for rate in rates
         ]
         mean, low, high = collapse_rate(sum(ended.values()), len(ended))
         interval = f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
-        return TableRow((name, *cells, format_share(ended.values()), interval), rule=rule)
+        return TableRow((name, *cells, format_collapsed(ended.values()), interval), rule=rule)
 
     rows = [
-        build_row(model, [one for one in evidence.grids if one.model == model])
+        build_row(model, [grid for grid in evidence.grids if grid.model == model])
         for model in _list_model_names(evidence)
     ]
     if len(rows) > 1:
         rows.append(build_row("all models", evidence.grids, rule=True))
     columns = (
-        Column("Model", number=False),
+        Column("Model", numeric=False),
         *(Column(dataset_label(family, name), family) for family, name in places),
         *(Column(format_learning_rate(rate), "By learning rate") for rate in rates),
         *(Column(name, "All") for name in ("collapsed", "share")),
@@ -468,21 +487,23 @@ def build_variance_table(evidence: Evidence) -> Table | None:
         The table; None without several seeds.
     """
     rows = []
-    order = {model: at for at, model in enumerate(_list_model_names(evidence))}
+    order = {model: index for index, model in enumerate(_list_model_names(evidence))}
     for family, names in datasets_by_family(evidence.datasets()).items():
         for name in names:
             scores = [
-                one
-                for one in evidence.scores
-                if (one.family, one.dataset) == (family, name) and len(one.seed_scores) > 1
+                score
+                for score in evidence.scores
+                if (score.family, score.dataset) == (family, name) and len(score.seed_scores) > 1
             ]
-            members = sorted(scores, key=lambda one: order[one.model])
+            members = sorted(scores, key=lambda score: order[score.model])
             if not members:
                 continue
-            parts = [_score_variance_components(sorted(one.seed_scores), one) for one in members]
+            parts = [
+                _score_variance_components(sorted(score.seed_scores), score) for score in members
+            ]
             runs = [
-                len(one.seed_scores) * part.seed_variance
-                for one, part in zip(members, parts, strict=True)
+                len(score.seed_scores) * part.seed_variance
+                for score, part in zip(members, parts, strict=True)
             ]
             spreads = (
                 runs,
@@ -493,14 +514,14 @@ def build_variance_table(evidence: Evidence) -> Table | None:
                 family,
                 dataset_label(family, name),
                 len(members),
-                max(len(one.seed_scores) for one in members),
+                max(len(score.seed_scores) for score in members),
             )
             cells = [format_score(math.sqrt(_finite_mean(variances))) for variances in spreads]
             rows.append(
                 TableRow((*head, *cells, *_format_required_seeds(members)), rule=name == names[0])
             )
     columns = (
-        *(Column(name, number=False) for name in ("Family", "Data set")),
+        *(Column(name, numeric=False) for name in ("Family", "Data set")),
         *(Column(name) for name in ("Models", "Seeds")),
         *(
             Column(name, "Standard deviation")
@@ -544,15 +565,20 @@ def _score_variance_components(seeds: Sequence[int], *scores: Score) -> Variance
     Of two scores they are those of the difference. The part of the examples is missing if example
     scores are missing or differ in number.
     """
-    values = (np.array([one.seed_scores[seed] for seed in seeds]) for one in scores)
-    members = [one.members or (one,) for one in scores]
-    blocks = [[member.stack_examples(seeds) for member in each] for each in members]
-    shapes = {tuple(None if block is None else block.shape for block in each) for each in blocks}
+    values = (np.array([score.seed_scores[seed] for seed in seeds]) for score in scores)
+    members = [score.members or (score,) for score in scores]
+    blocks = [
+        [member.stack_examples(seeds) for member in score_members] for score_members in members
+    ]
+    shapes = {
+        tuple(None if block is None else block.shape for block in score_blocks)
+        for score_blocks in blocks
+    }
     paired = []
     if len(shapes) == 1 and None not in next(iter(shapes)):
         paired = [
-            functools.reduce(operator.sub, each) / len(members[0])
-            for each in zip(*blocks, strict=True)
+            functools.reduce(operator.sub, dataset_blocks) / len(members[0])
+            for dataset_blocks in zip(*blocks, strict=True)
         ]
     return variance_components(functools.reduce(operator.sub, values), paired)
 
@@ -563,10 +589,12 @@ def _format_required_seeds(members: Sequence[Score]) -> list[CellValue]:
     They are from the mean variance components of the differences between neighbouring scores.
     """
     parts_by_seed_count: dict[int, list[VarianceComponents]] = defaultdict(list)
-    for one, other in itertools.pairwise(members):
-        seeds = sorted(one.seed_scores.keys() & other.seed_scores.keys())
+    for score, next_score in itertools.pairwise(members):
+        seeds = sorted(score.seed_scores.keys() & next_score.seed_scores.keys())
         if len(seeds) > 1:
-            parts_by_seed_count[len(seeds)].append(_score_variance_components(seeds, one, other))
+            parts_by_seed_count[len(seeds)].append(
+                _score_variance_components(seeds, score, next_score)
+            )
     if not parts_by_seed_count:
         return [None] * len(TARGET_DIFFERENCES)
     parts = parts_by_seed_count[max(parts_by_seed_count)]

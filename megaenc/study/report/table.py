@@ -17,7 +17,7 @@ class Column:
 
     name: str
     group: str = ""
-    number: bool = True
+    numeric: bool = True
     """whether its cells are aligned to the right"""
 
 
@@ -116,15 +116,15 @@ def table_to_markdown(table: Table) -> str:
     """
     names = [escape_markdown(name) for name in _full_column_names(table)]
     rows = [[escape_markdown(format_cell(cell)) for cell in row.cells] for row in table.rows]
-    widths = [max(3, *(len(line[at]) for line in (names, *rows))) for at in range(len(names))]
+    widths = [max(3, *(len(line[index]) for line in (names, *rows))) for index in range(len(names))]
     fitted = list(zip(table.columns, widths, strict=True))
-    rule = ["-" * (width - 1) + ":" if column.number else "-" * width for column, width in fitted]
+    rule = ["-" * (width - 1) + ":" if column.numeric else "-" * width for column, width in fitted]
 
     def format_row(cells: Iterable[str]) -> str:
         """Format cells as a padded Markdown row."""
         pairs = zip(cells, fitted, strict=True)
         padded = (
-            cell.rjust(width) if column.number else cell.ljust(width)
+            cell.rjust(width) if column.numeric else cell.ljust(width)
             for cell, (column, width) in pairs
         )
         return "| " + " | ".join(padded) + " |"
@@ -162,9 +162,9 @@ def table_to_latex(table: Table) -> str:
 
 def _format_latex_block(table: Table, groups: list[str]) -> str:
     """Format the ungrouped columns and those of `groups` as a LaTeX tabular."""
-    numbered_columns = [
-        (at, column)
-        for at, column in enumerate(table.columns)
+    indexed_columns = [
+        (index, column)
+        for index, column in enumerate(table.columns)
         if not column.group or column.group in groups
     ]
 
@@ -172,7 +172,7 @@ def _format_latex_block(table: Table, groups: list[str]) -> str:
         """Format cells as a LaTeX row."""
         return " & ".join(cells) + r" \\"
 
-    alignment = "".join("r" if column.number else "l" for _, column in numbered_columns)
+    alignment = "".join("r" if column.numeric else "l" for _, column in indexed_columns)
     lines = [f"\\begin{{tabular}}{{{alignment}}}", "\\toprule"]
     if groups:
         heads = sum(not column.group for column in table.columns)
@@ -183,11 +183,11 @@ def _format_latex_block(table: Table, groups: list[str]) -> str:
         ]
         rules = [f"\\cmidrule(lr){{{start + 1}-{end}}}" for start, end in itertools.pairwise(ends)]
         lines += [format_row([""] * heads + headings), " ".join(rules)]
-    lines += [format_row(_escape_latex(column.name) for _, column in numbered_columns), "\\midrule"]
-    for at, row in enumerate(table.rows):
-        if row.rule and at:
+    lines += [format_row(_escape_latex(column.name) for _, column in indexed_columns), "\\midrule"]
+    for index, row in enumerate(table.rows):
+        if row.rule and index:
             lines.append("\\addlinespace")
-        cells = [_escape_latex(format_cell(row.cells[number])) for number, _ in numbered_columns]
+        cells = [_escape_latex(format_cell(row.cells[index])) for index, _ in indexed_columns]
         lines.append(
             format_row(f"\\textit{{{cell}}}" if row.light and cell else cell for cell in cells)
         )

@@ -49,29 +49,36 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
     There is a row per model, then the baselines; columns are before and after by data set.
     """
     states = [_BEFORE, _AFTER] if results.is_trained else [_BEFORE]
-    has_seeds = len({one.seed for one in results.model_keys.values()}) > 1
+    has_seeds = len({model_key.seed for model_key in results.model_keys.values()}) > 1
     rows = []
     previous = None
     for model in sort_models(results):
-        one = results.model_keys.get(model)
+        model_key = results.model_keys.get(model)
         known = [None] * 4
-        if one is not None:
-            known = [one.size, recipe_label(one), format_percent(one.mask_ratio), one.steps]
-        head = [model, *known, *[one.seed if one else None] * has_seeds]
+        if model_key is not None:
+            known = [
+                model_key.size,
+                recipe_label(model_key),
+                format_percent(model_key.mask_ratio),
+                model_key.steps,
+            ]
+        head = [model, *known, *[model_key.seed if model_key else None] * has_seeds]
         cells: list[CellValue] = []
         for dataset in results.datasets:
             place = (model, dataset, metric)
             cells.append(_format_query_scores(results.pretrained.get(place)))
             if results.is_trained:
                 cells.append(_format_seed_scores(results, results.trained.get(place, {}), kind))
-        size = one.size if one else ""
+        size = model_key.size if model_key else ""
         rows.append(TableRow((*head, *cells), rule=previous not in (None, size), name=model))
         previous = size
     for name in BASELINES:
         scores = [results.baselines.get((name, dataset, metric)) for dataset in results.datasets]
         if any(scores):
             cells = [
-                cell for one in scores for cell in (_format_query_scores(one), None)[: len(states)]
+                cell
+                for query_scores in scores
+                for cell in (_format_query_scores(query_scores), None)[: len(states)]
             ]
             label = _BASELINE_LABELS[name]
             rows.append(
@@ -81,7 +88,7 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
                     name=label,
                 )
             )
-    heads = [Column(name, number=False) for name in ("Model", "Size", "Objective")] + [
+    heads = [Column(name, numeric=False) for name in ("Model", "Size", "Objective")] + [
         Column("Mask"),
         Column("Steps"),
     ]
@@ -113,20 +120,20 @@ def sort_models(results: ZeroShotResults) -> list[str]:
 
     def order(model: str) -> tuple:
         """Return the sort key of a model."""
-        one = results.model_keys.get(model)
-        if one is None:
+        model_key = results.model_keys.get(model)
+        if model_key is None:
             return (len(sizes), model)
-        mask = math.inf if one.mask_ratio is None else one.mask_ratio
-        objective = objective_name(one)
+        mask = math.inf if model_key.mask_ratio is None else model_key.mask_ratio
+        objective = objective_name(model_key)
         kinds = list(OBJECTIVE_STYLES)
         place = kinds.index(objective) if objective in kinds else len(kinds)
         return (
-            sizes.index(one.size),
+            sizes.index(model_key.size),
             place,
             objective,
-            bool(one.cpt_mlm_steps),
+            bool(model_key.cpt_mlm_steps),
             mask,
-            one.steps,
+            model_key.steps,
             model,
         )
 
@@ -156,7 +163,7 @@ def _format_seed_scores(
     """
     if not by_seed:
         return None
-    interval = compute_interval([one.mean for one in by_seed.values()], kind)
+    interval = compute_interval([query_scores.mean for query_scores in by_seed.values()], kind)
     text = format_score(interval.mean, interval.half)
     if len(by_seed) < len(results.seeds):
         return f"{text} [{len(by_seed)}/{len(results.seeds)}]"
@@ -175,18 +182,18 @@ def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> Figu
     title = "Zero-shot retrieval"
     ratio = reference_mask_ratio(results.scope.model_keys.values() or results.model_keys.values())
     models = {
-        model: one
+        model: model_key
         for model in sort_models(results)
-        if (one := results.model_keys.get(model)) is not None
-        and one.decayed
-        and one.mask_ratio in (None, ratio)
+        if (model_key := results.model_keys.get(model)) is not None
+        and model_key.decayed
+        and model_key.mask_ratio in (None, ratio)
     }
     panels = []
     for state in (_BEFORE, _AFTER):
         points = {
             model: point
-            for model, one in models.items()
-            if (point := _build_point(results, model, one, state, kind))
+            for model, model_key in models.items()
+            if (point := _build_point(results, model, model_key, state, kind))
         }
         if points:
             lines = (
@@ -219,7 +226,7 @@ def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> Figu
 
 
 def _build_point(
-    results: ZeroShotResults, model: str, one: ModelKey, state: str, kind: IntervalKind
+    results: ZeroShotResults, model: str, model_key: ModelKey, state: str, kind: IntervalKind
 ) -> FigurePoint | None:
     """Build the point of a model, the mean over all data sets.
 
@@ -232,24 +239,26 @@ def _build_point(
         if None in scores:
             return None
         variances = [
-            np.var(of_set.values, ddof=1) / len(of_set.values)
-            for of_set in scores
-            if len(of_set.values) > 1
+            np.var(dataset_scores.values, ddof=1) / len(dataset_scores.values)
+            for dataset_scores in scores
+            if len(dataset_scores.values) > 1
         ]
         half = None
         if len(variances) == len(scores):
             half = 100 * (1.96 * math.sqrt(math.fsum(variances)) / len(scores))
-        mean = math.fsum(of_set.mean for of_set in scores) / len(scores)
-        return FigurePoint(one.steps, 100 * mean, half)
+        mean = math.fsum(dataset_scores.mean for dataset_scores in scores) / len(scores)
+        return FigurePoint(model_key.steps, 100 * mean, half)
     by_set = [results.trained.get(place, {}) for place in places]
-    if not results.seeds or any(of_set.keys() < set(results.seeds) for of_set in by_set):
+    if not results.seeds or any(by_seed.keys() < set(results.seeds) for by_seed in by_set):
         return None
     means = [
-        math.fsum(of_set[seed].mean for of_set in by_set) / len(by_set) for seed in results.seeds
+        math.fsum(by_seed[seed].mean for by_seed in by_set) / len(by_set) for seed in results.seeds
     ]
     interval = compute_interval(means, kind)
     return FigurePoint(
-        one.steps, 100 * interval.mean, None if math.isnan(interval.half) else 100 * interval.half
+        model_key.steps,
+        100 * interval.mean,
+        None if math.isnan(interval.half) else 100 * interval.half,
     )
 
 
@@ -260,24 +269,31 @@ def _build_lines(
 
     Further pretraining seeds are points. Styles are chosen over all models.
     """
-    several = len({one.size for one in models.values()}) > 1
+    several = len({model_key.size for model_key in models.values()}) > 1
     names = {
-        model: recipe_label(one) + (f", {one.size}" if several else "")
-        for model, one in models.items()
+        model: recipe_label(model_key) + (f", {model_key.size}" if several else "")
+        for model, model_key in models.items()
     }
     distinct = list(dict.fromkeys(names.values()))
     spare = [style for style in STYLES if style not in OBJECTIVE_STYLES.values()]
     others = [name for name in distinct if name not in OBJECTIVE_STYLES]
-    styles = OBJECTIVE_STYLES | {name: spare[at % len(spare)] for at, name in enumerate(others)}
+    styles = OBJECTIVE_STYLES | {
+        name: spare[index % len(spare)] for index, name in enumerate(others)
+    }
     for name in distinct:
         by_seed: dict[int, list[FigurePoint]] = {}
         for model, point in points.items():
             if names[model] == name:
                 by_seed.setdefault(models[model].seed, []).append(point)
-        for at, (_, members) in enumerate(sorted(by_seed.items())):
+        for index, (_, members) in enumerate(sorted(by_seed.items())):
             ordered = tuple(sorted(members, key=lambda point: point.x))
             yield FigureLine(
-                name, *styles[name], ordered, joined=not at, light=bool(at), labelled=not at
+                name,
+                *styles[name],
+                ordered,
+                joined=not index,
+                light=bool(index),
+                labelled=not index,
             )
 
 
@@ -291,7 +307,7 @@ def _build_bm25_line(results: ZeroShotResults, places: list[float]) -> list[Figu
     ]
     if None in scores:
         return []
-    mean = 100 * math.fsum(of_set.mean for of_set in scores) / len(scores)
+    mean = 100 * math.fsum(dataset_scores.mean for dataset_scores in scores) / len(scores)
     margin = 0.05 * (max(places) - min(places)) or 0.1 * max(places)
     ends = tuple(FigurePoint(x, mean) for x in (min(places) - margin, max(places) + margin))
     return [FigureLine("BM25", MUTED_COLOUR, "", ends)]

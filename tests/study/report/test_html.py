@@ -93,7 +93,7 @@ def text() -> str:
         ReportFigure(picture, picture),
         ReportFigure(FigureSpec("losses", "Losses", "No runs were given.")),
     ]
-    columns = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"))
+    columns = (Column("Size", numeric=False), Column("Steps"), Column("SST-2", "SC"))
     first = TableRow(("1B", 42_000, "91.65 (0.45)"), name="1b-clm-42k")
     rows = (first, TableRow((EVIL, 1, None), light=True, rule=True, name=EVIL))
     tables = [

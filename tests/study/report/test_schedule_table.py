@@ -45,12 +45,12 @@ def test_the_deviation_is_pooled_and_the_p_corrected():
     control = np.array([0.64, 0.68])
     result = compare_with_control(recipes, control)
     assert result.df == 3
-    assert result.run_deviation == pytest.approx(
+    assert result.run_std == pytest.approx(
         math.sqrt((0.02**2 / 2 + 0.01**2 / 2 + 0.04**2 / 2) / 3), rel=1e-12
     )
     for recipe, p in zip(recipes, result.p, strict=True):
         t = abs(recipe.mean() - control.mean()) / (
-            result.run_deviation * math.sqrt(1 / len(recipe) + 1 / 2)
+            result.run_std * math.sqrt(1 / len(recipe) + 1 / 2)
         )
         single = 2 * stats.t.sf(t, 3)
         # Between no correction and Bonferroni's

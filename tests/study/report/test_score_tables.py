@@ -177,7 +177,12 @@ def test_standard_metrics_have_tables_of_their_own(tmp_path):
     )
 
 
-COLUMNS = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"), Column("NQ", "IR"))
+COLUMNS = (
+    Column("Size", numeric=False),
+    Column("Steps"),
+    Column("SST-2", "SC"),
+    Column("NQ", "IR"),
+)
 
 
 @pytest.fixture
@@ -220,7 +225,7 @@ def test_latex_has_booktabs_rules_and_escapes(table):
 
 def test_a_wide_table_has_its_groups_below_each_other():
     columns = (
-        Column("Size", number=False),
+        Column("Size", numeric=False),
         *(Column(f"set {at}", group) for group in "ABC" for at in range(4)),
     )
     text = table_to_latex(

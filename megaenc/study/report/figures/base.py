@@ -140,8 +140,8 @@ def build_family_figure(
     panels = []
     for family, dataset in headline_datasets(evidence).items():
         lines = []
-        for at, (name, style, models) in enumerate(series):
-            shift = dodge * (at - (len(series) - 1) / 2)
+        for index, (name, style, models) in enumerate(series):
+            shift = dodge * (index - (len(series) - 1) / 2)
             places = [
                 (x + shift, dataset, model_key)
                 for x, model_key in sorted(models, key=lambda place: place[0])
@@ -261,8 +261,8 @@ def _draw_panels(spec: FigureSpec) -> Any:
         (_LEFT + _RIGHT) / (_WIDTH - _LEFT - _RIGHT), (_TOP + _BOTTOM) / (_HEIGHT - _TOP - _BOTTOM),
     )  # fmt: skip
     handles: dict[str, Any] = {}
-    for at, panel in enumerate(spec.panels, 1):
-        axis = figure.add_subplot(rows, columns, at)
+    for position, panel in enumerate(spec.panels, 1):
+        axis = figure.add_subplot(rows, columns, position)
         for line in panel.lines:
             handle = _draw_line(axis, line)
             if line.labelled and line.name:
@@ -407,12 +407,12 @@ def embed_svg(svg: str, name: str, alt: str) -> str:
         alt: Alternative text.
     """
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    for place, own in (
+    for place, replacement in (
         (' id="', f' id="{name}-'),
         ("url(#", f"url(#{name}-"),
         ('xlink:href="#', f'href="#{name}-'),
     ):
-        svg = svg.replace(place, own)
+        svg = svg.replace(place, replacement)
     for colour, role in (
         (TEXT_COLOUR, "ink"),
         (MUTED_COLOUR, "muted"),

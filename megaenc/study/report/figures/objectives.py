@@ -47,14 +47,16 @@ def build_objectives_figure(evidence: Evidence, published: Evidence | None = Non
     mask = evidence.reference_mask_ratio
     models = {
         name: [
-            one for one in base if objective_name(one) == name and one.mask_ratio in (None, mask)
+            model_key
+            for model_key in base
+            if objective_name(model_key) == name and model_key.mask_ratio in (None, mask)
         ]
         for name in ("MLM", "CLM")
     }
     if not all(models.values()):
         missing = " and ".join(name for name, members in models.items() if not members)
         return FigureSpec(key, title, f"No base model of {missing} has a score yet.")
-    sizes = evidence.sort_sizes(one for members in models.values() for one in members)
+    sizes = evidence.sort_sizes(model_key for members in models.values() for model_key in members)
     hidden = f"MLM hides {format_percent(mask)} of the tokens."
     if len(sizes) == 1:
         panels = _build_dataset_panels(evidence, published, models)
@@ -63,7 +65,11 @@ def build_objectives_figure(evidence: Evidence, published: Evidence | None = Non
             key, title, f"Base models of size {sizes[0]} on every data set. {legend_text}", panels
         )
     series = [
-        (name, OBJECTIVE_STYLES[name], [(sizes.index(one.size), one) for one in members])
+        (
+            name,
+            OBJECTIVE_STYLES[name],
+            [(sizes.index(model_key.size), model_key) for model_key in members],
+        )
         for name, members in models.items()
     ]
     axis = {"dodge": 0.08, "ticks": dict(enumerate(sizes)), "x_label": "size of the model"}
@@ -83,12 +89,13 @@ def _build_dataset_panels(
     panels = []
     for family, names in datasets_by_family(evidence.datasets()).items():
         lines = []
-        for source, (at, (name, members)) in itertools.product(
+        for source, (index, (name, members)) in itertools.product(
             (evidence, published), enumerate(models.items())
         ):
             for key in members if source is not None else ():
                 places = [
-                    (place + 0.14 * (at - 0.5), dataset, key) for place, dataset in enumerate(names)
+                    (place + 0.14 * (index - 0.5), dataset, key)
+                    for place, dataset in enumerate(names)
                 ]
                 if points := build_points(source, family, places):
                     light = source is published
@@ -117,14 +124,20 @@ def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = Non
     key = "mask-ratios"
     title = "Mask ratios"
     base = [
-        one for one in evidence.group_by_setup().get("base", []) if objective_name(one) == "MLM"
+        model_key
+        for model_key in evidence.group_by_setup().get("base", [])
+        if objective_name(model_key) == "MLM"
     ]
-    if len({one.mask_ratio for one in base}) < 2:
+    if len({model_key.mask_ratio for model_key in base}) < 2:
         return FigureSpec(key, title, "No size has MLM models of two mask ratios with scores yet.")
     style = assign_styles(evidence.sort_sizes(base))
     series = [
-        (size, look, _place_by_mask_ratio(one for one in base if one.size == size))
-        for size, look in style.items()
+        (
+            size,
+            line_style,
+            _place_by_mask_ratio(model_key for model_key in base if model_key.size == size),
+        )
+        for size, line_style in style.items()
     ]
     return build_family_figure(
         key,
@@ -147,13 +160,17 @@ def build_two_stage_mask_ratio_figure(
     key = "mask-ratios-with-clm"
     title = "Mask ratios, with and without CLM first"
     groups: dict[tuple[str, int, int], list[ModelKey]] = defaultdict(list)
-    for one in evidence.model_keys():
-        if one.decayed and not one.cpt_mlm_steps and objective_name(one) in ("MLM", "CLM + MLM"):
-            groups[one.size, one.steps, one.clm_steps].append(one)
+    for model_key in evidence.model_keys():
+        if (
+            model_key.decayed
+            and not model_key.cpt_mlm_steps
+            and objective_name(model_key) in ("MLM", "CLM + MLM")
+        ):
+            groups[model_key.size, model_key.steps, model_key.clm_steps].append(model_key)
     several = {
         where: models
         for where, models in groups.items()
-        if len({one.mask_ratio for one in models}) > 1
+        if len({model_key.mask_ratio for model_key in models}) > 1
     }
     with_clm = [where for where in several if where[2] and (*where[:2], 0) in several]
     if not with_clm:
@@ -182,12 +199,12 @@ def build_two_stage_mask_ratio_figure(
 
 def _place_by_mask_ratio(models: Iterable[ModelKey]) -> list[tuple[float, ModelKey]]:
     """Return (mask ratio in percent, model) of each model."""
-    return [(100 * one.mask_ratio, one) for one in models]
+    return [(100 * model_key.mask_ratio, model_key) for model_key in models]
 
 
 def _build_mask_ratio_axis(series: FigureSeries) -> dict[str, Any]:
     """Return the fields of the x axis, and the dodge between series, for mask ratios."""
-    ratios = sorted({one.mask_ratio for *_, places in series for _, one in places})
+    ratios = sorted({model_key.mask_ratio for *_, places in series for _, model_key in places})
     ticks = {100 * ratio: format_percent(ratio) for ratio in ratios}
     return {
         "dodge": 100 * (ratios[-1] - ratios[0]) / 60,
@@ -203,7 +220,11 @@ def build_step_efficiency_figure(
 
     Below two numbers of steps there are no panels.
     """
-    places = {one: float(one.steps) for one in evidence.model_keys() if not one.decayed}
+    places = {
+        model_key: float(model_key.steps)
+        for model_key in evidence.model_keys()
+        if not model_key.decayed
+    }
     steps = sorted(set(places.values()))
     axis = {
         "x_label": "step",
@@ -224,9 +245,9 @@ def build_flop_efficiency_figure(
     """
     key = "efficiency-flops"
     title = "Data efficiency by FLOP"
-    checkpoints = [one for one in evidence.model_keys() if not one.decayed]
-    places = {one: flops[one] for one in checkpoints if one in flops}
-    if len(set(places.values())) < 2 and len({one.steps for one in checkpoints}) > 1:
+    checkpoints = [model_key for model_key in evidence.model_keys() if not model_key.decayed]
+    places = {model_key: flops[model_key] for model_key in checkpoints if model_key in flops}
+    if len(set(places.values())) < 2 and len({model_key.steps for model_key in checkpoints}) > 1:
         why = (
             "The FLOPs of the runs are unknown; pass the directory of the pretraining runs with "
             "--runs. Only the FLOPs of the published study's models are computed from their "
@@ -252,10 +273,12 @@ def _build_efficiency_figure(
     if len(set(places.values())) < 2:
         return FigureSpec(key, title, "Fewer than two intermediate checkpoints have scores.")
     sizes = evidence.sort_sizes(places)
-    masks = {one.mask_ratio for one in places if one.mask_ratio is not None}
+    masks = {model_key.mask_ratio for model_key in places if model_key.mask_ratio is not None}
     groups: dict[tuple[str, float | None, str], list[tuple[float, ModelKey]]] = defaultdict(list)
-    for one, at in places.items():
-        groups[objective_name(one), one.mask_ratio, one.size].append((at, one))
+    for model_key, x in places.items():
+        groups[objective_name(model_key), model_key.mask_ratio, model_key.size].append(
+            (x, model_key)
+        )
     series = []
     for kind in sorted(
         groups, key=lambda kind: (kind[0] != "MLM", kind[0], kind[1] or 0, sizes.index(kind[2]))
@@ -281,18 +304,18 @@ def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None
     title = "CLM share at each budget"
     mask = evidence.reference_mask_ratio
     budgets: dict[tuple[str, int], list[tuple[float, ModelKey]]] = defaultdict(list)
-    for one in evidence.model_keys():
+    for model_key in evidence.model_keys():
         if (
-            one.decayed
-            and not one.cpt_mlm_steps
-            and not one.schedule
-            and one.mask_ratio in (None, mask)
+            model_key.decayed
+            and not model_key.cpt_mlm_steps
+            and not model_key.schedule
+            and model_key.mask_ratio in (None, mask)
         ):
-            budgets[one.size, one.steps].append((100 * one.clm_share, one))
+            budgets[model_key.size, model_key.steps].append((100 * model_key.clm_share, model_key))
     for where, members in list(budgets.items()):
         if (
-            not any(objective_name(one) == "CLM + MLM" for _, one in members)
-            or len({share for share, _ in members}) < 2
+            not any(objective_name(model_key) == "CLM + MLM" for _, model_key in members)
+            or len({percent for percent, _ in members}) < 2
         ):
             del budgets[where]
     if not budgets:
@@ -304,7 +327,7 @@ def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None
     names = _name_budgets(evidence, budgets)
     style = assign_styles(list(names.values()))
     series = [(name, style[name], budgets[where]) for where, name in names.items()]
-    ticks = {float(share): f"{share} %" for share in (0, 25, 50, 75, 100)}
+    ticks = {float(percent): f"{percent} %" for percent in (0, 25, 50, 75, 100)}
     axis = {"dodge": 1.2, "ticks": ticks, "x_label": "share of CLM steps, before MLM"}
     caption = f"From MLM only to CLM only; MLM hides {format_percent(mask)} of the tokens."
     return build_family_figure(key, title, caption, evidence, series, published, **axis)
@@ -333,13 +356,13 @@ def build_continued_pretraining_figure(
     title = "Continued pretraining by length"
     model_keys = evidence.model_keys()
     groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
-    for one in model_keys:
-        if one.cpt_mlm_steps and one.decayed and not one.schedule:
-            parent = parent_key(one)
+    for model_key in model_keys:
+        if model_key.cpt_mlm_steps and model_key.decayed and not model_key.schedule:
+            parent = parent_key(model_key)
             members = groups[
-                replace(parent, seed=1), one.mask_ratio
+                replace(parent, seed=1), model_key.mask_ratio
             ]  # one line for all seeds of a model
-            members.append(one)
+            members.append(model_key)
             if parent in model_keys and parent not in members:
                 members.append(parent)
     if not groups:
@@ -354,15 +377,19 @@ def build_continued_pretraining_figure(
     names = [f"from {kind}" for kind in kinds]
     line_styles = [OBJECTIVE_STYLES.get(kind) for kind in kinds]
     if len(set(kinds)) < len(kinds):  # the objective is not unique
-        for at, (parent, mask) in enumerate(order):
-            names[at] += f" {format_steps(parent.steps)}" + (
+        for index, (parent, mask) in enumerate(order):
+            names[index] += f" {format_steps(parent.steps)}" + (
                 f", {parent.size}" if len(sizes) > 1 else ""
             )
-            names[at] += f", {format_percent(mask)} hidden" if len(masks) > 1 else ""
+            names[index] += f", {format_percent(mask)} hidden" if len(masks) > 1 else ""
         line_styles = [assign_styles(names)[name] for name in names]
-    places = ([(one.cpt_mlm_steps, one) for one in groups[where]] for where in order)
+    places = (
+        [(model_key.cpt_mlm_steps, model_key) for model_key in groups[where]] for where in order
+    )
     series = list(zip(names, line_styles, places, strict=True))
-    lengths = sorted({one.cpt_mlm_steps for members in groups.values() for one in members})
+    lengths = sorted(
+        {model_key.cpt_mlm_steps for members in groups.values() for model_key in members}
+    )
     ticks = {float(steps): format_steps(steps) for steps in lengths}
     axis = {
         "dodge": lengths[-1] / 70,
@@ -391,27 +418,27 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
     """
     mask = evidence.reference_mask_ratio
     recipes = group_by_recipe(select_schedule_peers(evidence.model_keys(), mask))
-    if not any(one.schedule for one in recipes):
+    if not any(recipe.schedule for recipe in recipes):
         return None
     budgets: dict[tuple[str, int], list[ModelKey]] = defaultdict(list)
-    for one in recipes:
-        budgets[one.size, one.steps].append(one)
+    for recipe in recipes:
+        budgets[recipe.size, recipe.steps].append(recipe)
     names = _name_budgets(evidence, budgets)
     placed: dict[str, list[tuple[float, ModelKey]]] = defaultdict(list)
-    for at, where in enumerate(names):
+    for index, where in enumerate(names):
         labels = sorted(
             map(recipe_label, budgets[where]), key=lambda label: label not in _PLAIN_STYLES
         )
-        for one in budgets[where]:
-            place = at + 0.8 * ((labels.index(recipe_label(one)) + 0.5) / len(labels) - 0.5)
-            placed[recipe_label(one)] += [(place, key) for key in recipes[one]]
+        for recipe in budgets[where]:
+            place = index + 0.8 * ((labels.index(recipe_label(recipe)) + 0.5) / len(labels) - 0.5)
+            placed[recipe_label(recipe)] += [(place, key) for key in recipes[recipe]]
     order = [
         *(label for label in _PLAIN_STYLES if label in placed),
         *(label for label in placed if label not in _PLAIN_STYLES),
     ]
     free = itertools.cycle(style for style in STYLES if style[0] not in (BLUE, ORANGE))
     series = [(label, _PLAIN_STYLES.get(label) or next(free), placed[label]) for label in order]
-    ticks = {float(at): name.removesuffix(" steps") for at, name in enumerate(names.values())}
+    ticks = {float(index): name.removesuffix(" steps") for index, name in enumerate(names.values())}
     hidden = "" if mask is None else f" ({format_percent(mask)} hidden)"
     caption = (
         f"Models with other schedules, and CLM and MLM{hidden} models of as many steps, or of any "

@@ -60,10 +60,14 @@ def build_figures(
         """Build each figure, and that of published results if they do not fit into it."""
         figures = []
         for build in builders:
-            ours = build(evidence, published)
-            theirs = build(published) if published else None
-            is_separate = theirs and theirs.panels and not has_published_lines(ours.panels)
-            figures.append(ReportFigure(ours, theirs if is_separate else None))
+            study_figure = build(evidence, published)
+            published_figure = build(published) if published else None
+            is_separate = (
+                published_figure
+                and published_figure.panels
+                and not has_published_lines(study_figure.panels)
+            )
+            figures.append(ReportFigure(study_figure, published_figure if is_separate else None))
         return figures
 
     others = objectives.build_schedule_figure(evidence)
@@ -126,18 +130,18 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
         return FigureSpec(key, title, why)
     run_styles = assign_styles(list(curves)) if len(curves) <= _MAX_NAMED_RUNS else {}
     panels = []
-    for under in dict.fromkeys(
-        of for objective_curves in curves.values() for of in objective_curves
+    for objective in dict.fromkeys(
+        objective for objective_curves in curves.values() for objective in objective_curves
     ):
         lines = []
         for kind, (label, colour) in _RUN_KIND_STYLES.items():
             for name, objective_curves in curves.items():
-                if runs[name].kind != kind or under not in objective_curves:
+                if runs[name].kind != kind or objective not in objective_curves:
                     continue
-                x, values = objective_curves[under]
+                x, values = objective_curves[objective]
                 thinned = range(0, len(x), -(-len(x) // _MAX_POINTS))
                 points = tuple(
-                    FigurePoint(x[at], values[at]) for at in sorted({*thinned, len(x) - 1})
+                    FigurePoint(x[index], values[index]) for index in sorted({*thinned, len(x) - 1})
                 )
                 run_colour, marker = run_styles.get(name, (colour, "."))
                 lines.append(
@@ -150,7 +154,7 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
                 )
         panels.append(
             FigurePanel(
-                f"under {under}",
+                f"under {objective}",
                 tuple(lines),
                 "step",
                 "loss (nats a predicted token)",
@@ -158,7 +162,7 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
             )
         )
     caption = (
-        "Loss on held-out text under each objective, independent of the training objective at "
+        "Loss on held-out text objective each objective, independent of the training objective at "
         "that step. A branch begins at its parent's step; continued pretraining counts its own "
         "steps."
     )
@@ -174,29 +178,31 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
     title = "Sensitivity to the learning rate"
     panels = []
     for family, dataset in headline_datasets(evidence).items():
-        of_kind: dict[str, list[dict[float, float]]] = {kind: [] for kind in _OBJECTIVES}
-        for one in evidence.scores:
-            finished = one.model_key is not None and one.model_key.decayed
+        lost_by_kind: dict[str, list[dict[float, float]]] = {kind: [] for kind in _OBJECTIVES}
+        for score in evidence.scores:
+            finished = score.model_key is not None and score.model_key.decayed
             if (
-                (one.family, one.dataset) == (family, dataset)
+                (score.family, score.dataset) == (family, dataset)
                 and finished
-                and (sensitivity := rate_sensitivity(one)) is not None
+                and (sensitivity := rate_sensitivity(score)) is not None
             ):
-                kind = objective_name(one.model_key)
-                if kind == "CLM" and one.model_key.cpt_mlm_steps:  # continued MLM on a CLM model
+                kind = objective_name(score.model_key)
+                if kind == "CLM" and score.model_key.cpt_mlm_steps:  # continued MLM on a CLM model
                     kind = "CLM + MLM"
                 best = max(sensitivity.means.values())
                 lost = {
                     rate: 100 * (mean - best) for rate, mean in sorted(sensitivity.means.items())
                 }
-                of_kind[kind if kind in of_kind else "other"].append(lost)
+                lost_by_kind[kind if kind in lost_by_kind else "other"].append(lost)
         lines = []
-        for kind, models in of_kind.items():
+        for kind, models in lost_by_kind.items():
             if 1 < len(models) <= 40:
                 points = (tuple(itertools.starmap(FigurePoint, lost.items())) for lost in models)
                 lines += [
-                    FigureLine("", _OBJECTIVES[kind][0], "", each, light=True, labelled=False)
-                    for each in points
+                    FigureLine(
+                        "", _OBJECTIVES[kind][0], "", model_points, light=True, labelled=False
+                    )
+                    for model_points in points
                 ]
             common = sorted(set.intersection(*map(set, models))) if models else ()
             if common:
@@ -229,11 +235,11 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
         "lines are finished models, strong ones the mean of an objective. The flatter a line, the "
         "less the choice of the rate matters."
     )
-    if any(one.collapsed_runs for one in evidence.scores):
+    if any(score.collapsed_runs for score in evidence.scores):
         caption += (
             " Models that collapse at every rate are flat too; see the table of collapsed runs."
         )
-    if any(one.failed_seeds for one in evidence.scores):
+    if any(score.failed_seeds for score in evidence.scores):
         caption += (
             " Runs with a NaN loss count as the trivial baseline if the results contain it; else "
             "the rate is left out of the model's line."
