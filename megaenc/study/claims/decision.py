@@ -34,7 +34,11 @@ averages over the published base and continued models."""
 
 @dataclass(frozen=True)
 class TestScope:
-    """Models that a claim is tested on, and the noise between pretraining runs."""
+    """Models that a claim is tested on, and the noise between pretraining runs.
+
+    `judge` builds two for each claim: one without noise, for the trained models, and one with it,
+    for another pretraining run of the same recipes.
+    """
 
     __test__ = False  # pytest collects classes by name
 
@@ -49,9 +53,17 @@ class TestScope:
         weights: Sequence[float] | None = None,
         unit: Unit = "points",
     ) -> Comparison:
-        """Test contrasts against 0 in this scope, as `compare_contrasts`.
+        """Test a weighted sum of contrasts against 0 in this scope.
 
-        Only runs of the same task families lend their variance to contrasts that have one run each.
+        The result is that of `compare_contrasts`, with uncorrected p.
+
+        Args:
+            contrasts: At least one.
+            borrowed: Variances by `between_run_variance`, for contrasts that have one pretraining
+                run each. They are used only if a task family of `contrasts` has them, or a contrast
+                has several runs.
+            weights: A weight per contrast, in order; None for the mean of the contrasts.
+            unit: Unit of the difference in the result.
         """
         is_lent = any(
             len(contrast.pretraining_seeds) > 1 or contrast.family in borrowed
@@ -62,7 +74,13 @@ class TestScope:
 
 @dataclass(frozen=True)
 class PendingVerdict:
-    """Test result of a claim before p is corrected over all claims."""
+    """Test result of a claim before p is corrected over all claims.
+
+    The `judge_...` functions return it. `comparisons` has one Comparison per contrast, `overall`
+    all of them pooled (None if the claim does not pool), `p` the uncorrected p of the claim (NaN if
+    unknown), and `outcome` the verdict if that p is significant after correction. Without
+    comparisons, the results do not suffice for the claim.
+    """
 
     comparisons: list[Comparison] = field(default_factory=list)
     overall: Comparison | None = None
@@ -81,17 +99,18 @@ class PendingVerdict:
     """results that the test needs, if other than the claim's usual requirement"""
 
     def with_note(self, note: str) -> "PendingVerdict":
-        """Return the verdict with `note` after its own."""
+        """Return a copy with `note` after its own note, separated by a semicolon."""
         return replace(self, note="; ".join(filter(None, (self.note, note))))
 
     def decide(self, p: float, tests: int = 1) -> Outcome:
-        """Return the outcome for the corrected `p`.
+        """Return the verdict of the claim from its corrected `p`.
 
-        It is `mixed` if significant families or decisive comparisons contradict the outcome or each
-        other. With p NaN it is `mixed` or `not resolved`.
+        It is `outcome` for p below 0.05, else `not resolved`; but `mixed` if significant families
+        or decisive comparisons contradict the outcome or each other, also with p NaN.
 
         Args:
-            tests: Number of claims over which the p of families and comparisons are corrected too.
+            p: p of the claim, corrected over all claims; NaN if unknown.
+            tests: Number of claims; p of families and decisive comparisons is multiplied by it.
         """
         clear = [
             comparison
@@ -108,14 +127,19 @@ ClaimTest = Callable[[TestScope], PendingVerdict]
 
 
 def format_difference(difference: float, unit: Unit = "points") -> str:
-    """Format a difference with sign, two decimals and unit, such as `+0.12 points`."""
+    """Format a difference with sign, two decimals and unit, such as `+0.12 points`.
+
+    Args:
+        difference: Difference in `unit`; one point is 0.01 of a score from 0 to 1.
+        unit: "share" is printed as `of both variances`, the others as they are.
+    """
     return f"{difference:+.2f} {'of both variances' if unit == 'share' else unit}"
 
 
 def format_p_value(p: float) -> str:
-    """Format p with two significant digits, such as 0.023.
+    """Format p, from 0 to 1, with two significant digits, such as 0.023.
 
-    The text is `< 0.0001` for any smaller p, and `1` from 0.995. NaN is for `format_p` only.
+    The text is `< 0.0001` for any smaller p, and `1` from 0.995. p must not be NaN, see `format_p`.
     """
     if p < 0.0001:
         return "< 0.0001"
@@ -131,14 +155,18 @@ def format_p(p: float) -> str:
 
 
 def direction_outcome(overall: Comparison) -> Outcome:
-    """Return `holds` for a positive difference, else `reversed`, whatever its p."""
+    """Return `holds` for a positive difference, else `reversed`, whatever its p.
+
+    A difference of 0 or NaN is `reversed` too.
+    """
     return "holds" if overall.difference > 0 else "reversed"
 
 
 def family_weights(contrasts: Sequence[Contrast]) -> list[float]:
-    """Return weights by which families, and the contrasts of each, count equally.
+    """Return a weight per contrast by which task families count equally.
 
-    There is one per contrast, in order; they add up to 1.
+    Within a family, its contrasts count equally. Weights are in the order of `contrasts` and add up
+    to 1.
     """
     counts = Counter(contrast.family for contrast in contrasts)
     return [1 / (len(counts) * counts[contrast.family]) for contrast in contrasts]
@@ -147,8 +175,13 @@ def family_weights(contrasts: Sequence[Contrast]) -> list[float]:
 def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
     """Test a claim and, if compared models have collapsed, also without them.
 
-    The second test leaves out their scores in the task family in which they collapsed, and compares
-    the same models otherwise. The larger p counts, and 1 if the outcomes differ.
+    A model has collapsed in a task family if half or more of its fine-tuning runs give worthless
+    predictions; the second test leaves out its scores in that family. The result is that of the
+    first test with the larger p of both (1 if the outcomes differ) and a note on the second.
+
+    Args:
+        test: One of the `judge_...` functions, which take a scope.
+        scope: Models to test, all of them first.
     """
     draft = test(scope)
     compared = [
@@ -209,14 +242,16 @@ def judge_direction(
     decisive: Sequence[Contrast] = (),
     unit: Unit = "points",
 ) -> PendingVerdict:
-    """Test that left is above right, for each contrast and pooled.
+    """Test that the left side is above the right, for each contrast and pooled.
 
-    Contrasts of several task families in points are pooled in standard deviations over the study's
-    models, of each data set, so that no wide data set decides; each family counts equally. The
-    result has no comparisons without contrasts.
+    The result has the two-sided p of the pooled difference, uncorrected, and the outcome `holds` if
+    that difference is positive, else `reversed`. It has no comparisons without contrasts. Task
+    families count equally; several in points are pooled in standard deviations over the study's
+    models.
 
     Args:
-        decisive: Contrasts that are pooled for p and outcome; by default all.
+        note: Text for the reason of the verdict.
+        decisive: Those of `contrasts` that are pooled for p and outcome; empty for all.
         unit: Unit of the differences of `contrasts`.
     """
     borrowed = between_run_variance(contrasts)
@@ -265,12 +300,14 @@ def judge_equality(
 ) -> PendingVerdict:
     """Test that each task family differs by less than its EQUALITY_MARGINS.
 
-    Each family has two one-sided tests, which must all be significant. The outcome is `reversed` if
-    a family differs by more than its margin, by a one-sided test.
+    Each family has two one-sided tests, which must all be significant: p is the largest of them.
+    The outcome is `holds`, or `reversed` if a family differs by more than its margin, by a
+    one-sided test.
 
     Args:
         contrasts: Of SC, TC, QA or IR, which have margins; if empty, the result has no comparisons.
         at_least: Test only that left is not lower than right by the margin.
+        note: Text for the reason of the verdict.
     """
     if not contrasts:
         return PendingVerdict(note=note)

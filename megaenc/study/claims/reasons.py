@@ -26,7 +26,10 @@ def format_reason(
 ) -> str:
     """Format the reason of a verdict: numbers, families, another run, and caveats.
 
+    The result is one line of sentences.
+
     Args:
+        models: All models of the scores; those without a pair are counted.
         draft: Test for these trained models, with at least one comparison.
         p: p of the claim, corrected over `claims`; NaN if unknown.
         claims: Number of claims with a p.

@@ -27,8 +27,10 @@ MIN_SEEDS = 3
 def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
     """Test claim 3: scores vary more over the fine-tuning rates for MLM than for CLM.
 
-    There is a contrast for each size and data set. The difference of both variances between rates
-    is divided by their sum, so every data set counts with at most 1.
+    There is a contrast for each size and data set: the difference of both variances between
+    learning rates over their sum, so that every data set counts with at most 1 (unit "share").
+    Models are the pairs of `ModelSelector.final_pairs`; without results at two rates and two seeds
+    that both share, the result has no comparisons. Its p is uncorrected.
     """
     models = scope.models
     evidence = models.evidence
@@ -140,7 +142,10 @@ def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, i
 def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
     """Test claim 6c: scores vary less over the mask ratios after CLM than without CLM.
 
-    Both sides have the same size, steps and ratios, of which there are at least three.
+    There is a contrast for each task family, size, number of steps and of CLM steps: the difference
+    of both variances between mask ratios over their sum (unit "share"). Both sides, MLM only and
+    CLM then MLM, have the same three or more ratios; without them the result has no comparisons.
+    Its p is uncorrected.
     """
     models = scope.models
     by_schedule: dict[tuple[str, int, int], dict[int, dict[float, ModelKey]]] = defaultdict(

@@ -58,24 +58,34 @@ def _mlm_minus_clm(models: ModelSelector, family: str) -> list[Contrast]:
 def judge_mlm_above_clm(scope: TestScope, family: str) -> PendingVerdict:
     """Test claim 1a (SC), 1b (QA) or 1f (ZS): MLM is above CLM at equal steps.
 
-    There is a contrast for each size, and the sizes are pooled.
+    There is a contrast for each size, of the finished models of `ModelSelector.final_pairs`, and
+    the sizes are pooled. Without a pair the result has no comparisons. Its p is uncorrected.
+
+    Args:
+        family: Code of the task family; ZS is zero-shot retrieval.
     """
     return judge_direction(scope, _mlm_minus_clm(scope.models, family))
 
 
 def judge_mlm_equals_clm(scope: TestScope) -> PendingVerdict:
-    """Test claim 1c, MLM and CLM are about equal on TC, each size and pooled."""
+    """Test claim 1c: MLM and CLM are about equal on TC at equal steps.
+
+    Each size is tested, and all pooled: the difference is less than EQUALITY_MARGINS. Models are
+    those of `ModelSelector.final_pairs`; without a pair the result has no comparisons. Its p is
+    uncorrected.
+    """
     return judge_equality(scope, _mlm_minus_clm(scope.models, TaskFamily.TC))
 
 
 def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> PendingVerdict:
     """Test claim 1d or 1e: the gap between MLM and CLM narrows or widens with size.
 
-    A gap must exist and change with the rank of the size: the larger p of both tests counts. The
-    result has no comparisons below two sizes, and only a requirement if the order of the sizes is
-    unknown or their data sets differ.
+    A gap must exist and change with the rank of the size: the larger p of both tests counts,
+    uncorrected. The result has no comparisons below two sizes, and only a requirement if the order
+    of the sizes is unknown or their data sets differ.
 
     Args:
+        family: Code of the task family of the scores.
         widens: Whether the claim is that the gap widens; else it narrows.
     """
     models = scope.models
@@ -125,7 +135,9 @@ def _trend_weights(positions: Sequence[float]) -> list[float]:
 def judge_early_steps(scope: TestScope) -> PendingVerdict:
     """Test claim 2: CLM is above MLM at equal steps early in training.
 
-    Checkpoints in the first quarter of the longest run of their size count.
+    Intermediate checkpoints in the first quarter of the longest run of their size count; without a
+    pair of them the result has no comparisons. Its p is uncorrected, and its note has the step from
+    which MLM is ahead.
     """
     models = scope.models
     pairs = models.match_pairs(
@@ -222,7 +234,11 @@ def judge_clm_quarter(
 ) -> PendingVerdict:
     """Test claim 4a or 4c (ZS): 20 to 30 % CLM and then MLM is above MLM only.
 
-    Both sides have the same size, steps and mask ratio.
+    Both sides are finished models with the same size, steps, mask ratio and seed; without a pair
+    the result has no comparisons. Its p is uncorrected.
+
+    Args:
+        families: Codes of the task families to compare; by default SC, TC, QA and IR.
     """
     return judge_direction(scope, _clm_fraction_contrasts(scope.models, 0.25, families))
 
@@ -230,7 +246,9 @@ def judge_clm_quarter(
 def judge_clm_three_quarters(scope: TestScope) -> PendingVerdict:
     """Test claim 4b: 70 to 85 % CLM and then MLM is not lower than MLM only.
 
-    Not lower means by less than the margin, in every task family.
+    Not lower means by less than EQUALITY_MARGINS, in each of SC, TC, QA and IR. Both sides are
+    finished models with the same size, steps, mask ratio and seed; without a pair the result has no
+    comparisons. Its p is uncorrected.
     """
     return judge_equality(scope, _clm_fraction_contrasts(scope.models, 0.75), at_least=True)
 
@@ -268,8 +286,12 @@ def judge_continued_pretraining(
 ) -> PendingVerdict:
     """Test claim 5a or 5c (ZS): MLM ends higher on a CLM than on an MLM model.
 
-    Both models are finished, and continued with MLM for as many steps. The longest continuation
-    decides.
+    Both models are finished, and continued with MLM for as many steps. All continuations are
+    compared; the longest decides. Without a pair the result has no comparisons. Its p is
+    uncorrected.
+
+    Args:
+        families: Codes of the task families to compare; by default SC, TC, QA and IR.
     """
     by_place = _continued_contrasts(scope.models, families)
     # places are sorted, so that the last of each start is the longest
@@ -305,7 +327,8 @@ def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
     """Test claim 5b: half of a continuation with MLM makes CLM as good as MLM.
 
     Both models are continued for the same number of steps, about half of the longest continuation
-    (HALF_FRACTION_RANGE). MLM on CLM must not be lower than more MLM on MLM by the margin.
+    (HALF_FRACTION_RANGE). MLM on CLM must not be lower than more MLM on MLM by EQUALITY_MARGINS.
+    Without such a pair the result has no comparisons. Its p is uncorrected.
     """
     by_place = _continued_contrasts(scope.models)
     lengths: dict[tuple, list[int]] = defaultdict(list)
@@ -354,8 +377,10 @@ def _ratios_by_size(planned: Iterable[ModelKey]) -> dict[str, tuple[int, list[fl
 def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
     """Test claim 6a: no mask ratio of MLM is best everywhere.
 
-    It holds if each ratio is significantly beaten somewhere; it is reversed if one never is and is
-    above each other ratio overall.
+    It holds if each ratio is significantly beaten by another one in some task family at some size;
+    it is reversed if one never is and is above each other ratio overall. Models are finished, MLM
+    only, of one size and the most steps with several ratios; without two ratios there are no
+    comparisons. p is uncorrected over claims.
     """
     models = scope.models
     contrasts: list[Contrast] = []
@@ -435,8 +460,9 @@ def _describe_defeat(worst: Comparison | None) -> str:
 def judge_high_ratios(scope: TestScope) -> PendingVerdict:
     """Test claim 6b: retrieval prefers high mask ratios.
 
-    A contrast is the change of the IR score from the lowest to the highest ratio along a fitted
-    line. Sizes with three or more ratios count.
+    A contrast, for each size with three or more ratios, is the change of the IR score from the
+    lowest to the highest ratio along a fitted line. Models are finished and MLM only; without them
+    the result has no comparisons. Its p is uncorrected.
     """
     evidence = scope.models.evidence
     counted = [

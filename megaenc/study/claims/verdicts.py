@@ -28,9 +28,11 @@ from megaenc.study.stats.run_noise import RunNoise, estimate_run_noise
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome and reasons of a claim, or of a part of one.
+    """Outcome and reasons of a claim, or of a part of one, as `judge` returns it.
 
-    A claim is judged for these trained models and for another pretraining run.
+    `verdict` is the outcome for these trained models, `another_run` that for another pretraining
+    run of the same recipes. `p_adjusted` of `comparisons` and of `families` is corrected over each
+    list, that of `overall` over the claims, as is `p_another_run`.
     """
 
     claim: int
@@ -60,8 +62,8 @@ class Verdict:
     def label(self) -> str:
         """Return the verdict, with " for these runs" if it may not hold for new ones.
 
-        That is so if `another_run`, the outcome for another pretraining run of the same recipes,
-        differs. `not resolved` and `no data` have no such addition.
+        That is so if the outcome for another pretraining run of the same recipes, `another_run`,
+        differs; `not resolved` and `no data` never have the addition.
         """
         is_general = self.another_run == self.verdict or self.verdict in ("not resolved", "no data")
         return self.verdict if is_general else f"{self.verdict} for these runs"
@@ -69,7 +71,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class StudyClaim:
-    """Claim, or a part of one, with its question and the test that decides it."""
+    """Claim, or a part of one, with its question and the test that decides it.
+
+    `test` takes a TestScope and returns a PendingVerdict; the other fields are text.
+    """
 
     name: str
     """number and part: 1a, 2, ..."""
@@ -277,15 +282,17 @@ class _TestedClaim:
 def judge(
     evidence: Evidence, noise: RunNoise | None = None, zero_shot: Evidence | None = None
 ) -> list[Verdict]:
-    """Return the verdict on each part of the six claims (1a to 6c), in that order.
+    """Return the verdict on each part of the six claims, sorted by name: 1a to 6c.
 
-    It is `no data` where scores are missing. p is corrected by Holm over all parts, those of
-    `zero_shot` too. The example scores of all compared models are read.
+    It is `no data` if scores are missing. p is corrected by Holm over all parts, those of
+    `zero_shot` too. The example scores of all compared models are read from their files.
 
     Args:
+        evidence: Fine-tuning scores, of `read_evidence`, `published` or `raw`.
         noise: Noise between pretraining runs for models that were pretrained once; by default
             estimated from the curves over mask ratios.
-        zero_shot: Scores of zero-shot retrieval, which add claims of their own (1f, 4c, 5c).
+        zero_shot: Scores of zero-shot retrieval (`ZeroShotResults.build_evidence`), which add the
+            parts 1f, 4c and 5c.
     """
     drafts: list[_TestedClaim] = []
     for scores, claims in ((evidence, _CLAIMS), (zero_shot, _ZERO_SHOT_CLAIMS)):
