@@ -36,9 +36,10 @@ ModelPairs = dict[int, tuple[ModelKey, ModelKey]]
 class ModelSelector:
     """Selector of the pairs of evaluated models that claims compare.
 
-    Models with an objective schedule of their own are left out. The reference mask ratio, `ratio`
-    (a fraction, None without MLM), and the longest budgets come from all planned models if a
-    manifest lists them. `mlm` and `clm` are the names of the sides.
+    Built from all scores of a study, without models that have an objective schedule of their own.
+    `model_keys` are the models with a score, `planned_model_keys` those of the manifest too.
+    `ratio` is the reference mask ratio (0 to 1; None without MLM), from the planned models. `mlm`
+    and `clm` are the names of the sides, such as "MLM 40 %".
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -55,6 +56,9 @@ class ModelSelector:
 
         Its models stay the same, and so do pairs, longest budgets, reference ratio and
         `dataset_stds`.
+
+        Args:
+            left_out: (model key, code of the task family) of the scores to leave out.
         """
         models = copy.copy(self)
         models.evidence = replace(
@@ -79,10 +83,15 @@ class ModelSelector:
         """Return the pairs of models that have the same shared key and pretraining seed.
 
         Args:
+            is_left: Function that tells whether a model belongs to the left side.
+            is_right: The same for the right side.
+            shared_key: Function to a model's properties that both sides share; by default (size,
+                steps).
             model_keys: Candidates; by default all evaluated models without a schedule.
 
         Returns:
-            Pairs (left, right) by shared key and seed, of the first model of each side.
+            (left, right) by shared key, then by pretraining seed; of several candidates for a side,
+            the first.
         """
         candidates: dict[tuple, dict[int, list[ModelKey | None]]] = defaultdict(
             lambda: defaultdict(lambda: [None, None])
@@ -99,9 +108,11 @@ class ModelSelector:
         return {key: by_seed for key, by_seed in complete.items() if by_seed}
 
     def final_pairs(self) -> dict[str, ModelPairs]:
-        """Return the pairs of decayed MLM-only and CLM-only models by size and seed.
+        """Return the (MLM, CLM) pairs of finished models, by size and pretraining seed.
 
-        Each size, smallest first, has its longest planned budget that both sides share.
+        Finished means that the learning rate has decayed. Each size, smallest first, has the
+        longest planned number of steps that both sides share; it is left out if no such pair has
+        scores.
         """
         ends = (
             lambda key: key.decayed and self.is_mlm_only(key),
@@ -119,8 +130,9 @@ class ModelSelector:
     def dataset_stds(self) -> dict[tuple[str, str], float]:
         """Return the standard deviation over models of scores, by (task family, data set).
 
-        It is over the decayed models that have not collapsed. There is no entry below three of
-        them, or if their scores are equal.
+        It is the sample standard deviation, as a fraction, of the mean scores of decayed models
+        that have not collapsed. There is no entry below three of them, or if their scores are
+        equal.
         """
         spreads = {}
         for family, name in self.evidence.datasets():
@@ -135,12 +147,12 @@ class ModelSelector:
     def standardise(self, contrast: "Contrast") -> "Contrast | None":
         """Return the contrast with each score over its data set's standard deviation.
 
-        That is the one over models (`dataset_stds`). Averages are replaced by the scores of their
+        That is the one over models, `dataset_stds`. An average is replaced by the scores of its
         data sets.
 
         Returns:
-            The contrast in standard deviations; None if a standard deviation is unknown, or a data
-            set of an average has no score.
+            A new contrast in the unit "SD"; None if a standard deviation is unknown, or a data set
+            of an average has no score.
         """
         terms = {}
         for seed, seed_terms in contrast.terms.items():
@@ -182,7 +194,12 @@ def is_clm_only(key: ModelKey) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Tested score difference, left less right, on one data set or pooled."""
+    """Tested score difference, left less right, on one data set or pooled.
+
+    `compare_contrasts` builds it. `difference`, `low` and `high` are in `unit`, `test` is in
+    fractions (or in `unit`, if that is not points). `p` is two-sided and uncorrected, `p_adjusted`
+    corrected.
+    """
 
     left: str
     right: str
@@ -241,10 +258,11 @@ class Comparison:
 
     @functools.cached_property
     def seeds_needed(self) -> float | None:
-        """Return the number of seeds that find this difference with 80 % power.
+        """Return the number of seeds with which the same test has a power of 80 %.
 
-        Seeds are those of `test`. The number is infinite above 10,000, and None with one seed,
-        without p, and for published scores and pools of parts with different seeds.
+        It assumes that this difference is the true one. Seeds are pretraining seeds if models have
+        several, else fine-tuning seeds. The number is infinite above 10,000, and None with one
+        seed, without p, and for published scores and pools of parts with different seeds.
         """
         if self.test.seed_count < 2 or math.isnan(self.test.p):
             return None
@@ -256,7 +274,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Weighted scores, left less right side, by pretraining seed."""
+    """Weighted scores, left less right side, by pretraining seed.
+
+    `build_contrasts` builds it. `names` are those of the left and the right side, `where` what they
+    share, such as "610M, 42,000 steps", `family` the code of the task family, and `dataset` a data
+    set or a label of several.
+    """
 
     names: tuple[str, str]
     where: str
@@ -275,9 +298,10 @@ class Contrast:
 
     @property
     def weighted_scores(self) -> list[list[tuple[float, Score]]]:
-        """Return the (weight, original score) lists by pretraining run.
+        """Return a list of (weight, original score) pairs for each pretraining seed.
 
-        An average is replaced by its data sets, each with the weight of the average.
+        The order of seeds is that of `terms`. An average is replaced by its data sets, each with
+        the weight of the average.
         """
         terms_by_run = (self.source or self.terms).values()
         return [
@@ -287,7 +311,10 @@ class Contrast:
 
     @functools.cached_property
     def collapsed(self) -> tuple[str, ...]:
-        """Return the names of sides with a collapsed model; empty if none."""
+        """Return the names of the sides with a collapsed model, left first; empty if none.
+
+        A model has collapsed if half or more of its runs give worthless predictions.
+        """
         weighted = [pair for run_scores in self.weighted_scores for pair in run_scores]
         sides = {
             self.names[weight < 0] for weight, score in weighted if weight and score.is_collapsed
@@ -298,14 +325,17 @@ class Contrast:
 def family_terms(
     evidence: Evidence, family: str, model_keys: Sequence[ModelKey]
 ) -> tuple[str, list[list[tuple[float, Score]]]] | None:
-    """Return the terms of each model whose sum is its mean on a task family.
+    """Return weighted scores that add up to each model's mean on a task family.
 
     The mean is the family's average if all models have it over the same data sets, else that over
     the data sets that all models have: the study's own if all three are among them.
 
+    Args:
+        family: Code of the task family, such as SC.
+
     Returns:
-        A label, and the (weight, score) terms of each model in order. None without models or a
-        common data set.
+        A label of the data sets, and the (weight, score) terms of each model, in the order of
+        `model_keys`. None without models or a common data set.
     """
     if not model_keys:
         return None
@@ -341,13 +371,13 @@ def build_contrasts(
 ) -> list[Contrast]:
     """Build a contrast for each place and each task family that both sides have.
 
-    Contrasts are in the order of places, then of families. Pretraining seeds at which the sides
-    share no data set are left out; of the others, only data sets that both sides have at every
-    seed count.
+    They are in the order of places, then of families. Pretraining seeds at which the sides share no
+    data set are left out; of the others, only data sets that both have at every seed count.
 
     Args:
         names: Names of the left and the right side.
-        places: Label and pairs of models of each place.
+        places: Label, such as a size, and (left, right) models by pretraining seed, of each place.
+        families: Codes of task families; by default SC, TC, QA and IR.
     """
     contrasts = []
     for (where, sides), family in itertools.product(places, families):
@@ -376,8 +406,9 @@ def build_contrasts(
 def adjust_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Return the comparisons of a claim with Holm's p and their verdicts.
 
-    A difference with p below 0.05 `holds` above 0 and is `reversed` below it; others are `not
-    resolved`.
+    They are copies with `p_adjusted`, from `p` over all of them, and `verdict`: a difference with
+    `p_adjusted` below 0.05 `holds` above 0 and is `reversed` below it; others, and those with p
+    NaN, are `not resolved`.
     """
     corrected = inference.holm_adjust([comparison.p for comparison in comparisons])
     outcomes = (

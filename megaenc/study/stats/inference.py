@@ -22,7 +22,10 @@ _NORMAL_DF = 1e6  # Student's t equals the normal distribution from here on
 
 @dataclass(frozen=True)
 class VarianceComponents:
-    """Variance of a mean score due to seeds, and due to test examples."""
+    """Variance of a mean score due to seeds, and due to test examples.
+
+    Both are in squared units of the score, NaN if unknown.
+    """
 
     seed_variance: float
     """variance over the seeds' scores / S; NaN for one seed"""
@@ -39,6 +42,7 @@ class VarianceComponents:
 class TestResult:
     """Result of a t test of a difference: 95 % interval, and p for any bound.
 
+    The tests of this module build it. Difference and interval are in the unit of the tested scores.
     p is NaN if the chance variation between seeds is unknown: for one seed, or if all seeds agree.
     """
 
@@ -51,16 +55,16 @@ class TestResult:
     """0 for published intervals and for sums of parts with different seeds"""
 
     def p_above(self, bound: float = 0.0) -> float:
-        """Return the one-sided p that the difference is above `bound`: small if it is.
+        """Return the one-sided p of a difference up to `bound`: small if it is above.
 
-        `bound` is in the unit of `difference`.
+        `bound` is in the unit of `difference`. NaN if the variation between seeds is unknown.
         """
         return self._largest_p(bound - self.difference)
 
     def p_below(self, bound: float = 0.0) -> float:
-        """Return the one-sided p that the difference is below `bound`: small if it is.
+        """Return the one-sided p of a difference from `bound` up: small if it is below.
 
-        `bound` is in the unit of `difference`.
+        `bound` is in the unit of `difference`. NaN if the variation between seeds is unknown.
         """
         return self._largest_p(self.difference - bound)
 
@@ -71,7 +75,10 @@ class TestResult:
 
     @property
     def p(self) -> float:
-        """Return the two-sided p that the difference is not 0."""
+        """Return the two-sided p of no difference: small if the difference is not 0.
+
+        It is NaN if the variation between seeds is unknown.
+        """
         return 2 * min(self.p_above(), self.p_below())
 
     @property
@@ -99,8 +106,9 @@ def variance_components(
     variance includes the residuals.
 
     Args:
-        scores: Scores by seed, float[S].
-        examples: Example scores of each data set, float[S, N].
+        scores: Scores by seed, float[S]; of one seed the seed variance is NaN.
+        examples: Example scores of each data set, float[S, N], with seeds in the same order; N may
+            differ. Without any the example variance is NaN.
     """
     return VarianceComponents(
         variance_of_mean(scores),
@@ -117,11 +125,15 @@ def variance_of_mean(scores: np.ndarray) -> float:
 
 
 def example_variance(blocks: Sequence[np.ndarray]) -> float:
-    """Return the variance that the choice of N shared examples causes.
+    """Return the variance that the choice of N test examples gives a sum of means.
 
-    It is that of the sum of the means of `blocks`, each float[S, N]; S may differ between them. The
-    means over seeds are summed by example, and the residual variance is subtracted; for one block
-    that is (MS_examples - MS_residual) / (S * N).
+    The means are those of `blocks`. Means over seeds are summed by example, and the residual
+    variance is subtracted; for one block that is (MS_examples - MS_residual) / (S * N). The result
+    is at least 0, and 0 for one example.
+
+    Args:
+        blocks: Example scores, float[S, N], at least one block; S may differ between them, N and
+            the examples not.
     """
     example_count = blocks[0].shape[1]
     if example_count < 2:
@@ -150,15 +162,16 @@ def contrast_t_test(
     examples: Sequence[np.ndarray] = (),
     run_variances: Sequence[tuple[float, float]] = (),
 ) -> TestResult:
-    """Test the mean of scores by t over seeds, and over seeds and examples.
+    """Test that the mean of scores is 0, by t over seeds, and over seeds and examples.
 
     Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. One seed gives an
     interval over its examples, and no p.
 
     Args:
-        scores: Scores by seed, float[S].
-        examples: Example scores of each data set, float[S, N].
-        run_variances: (variance, degrees of freedom) of the noise between pretraining runs.
+        scores: Scores by seed, float[S], such as differences of two models.
+        examples: Example scores of each data set, float[S, N]; empty for a test over seeds only.
+        run_variances: (variance, degrees of freedom) of the noise between pretraining runs, which
+            is added to that of the seeds.
     """
     parts = variance_components(scores, examples)
     count = len(scores)
@@ -180,15 +193,15 @@ def welch_satterthwaite_test(
     example_variance: float,
     seed_count: int = 0,
 ) -> TestResult:
-    """Test a difference by t over seeds, and over seeds and examples.
+    """Test that a difference is 0, by t over seeds, and over seeds and examples.
 
     Degrees of freedom of the sum of variances are by Welch and Satterthwaite; the example variance
     counts as known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
 
     Args:
         seed_variances: (variance, degrees of freedom) of each part of the difference.
-        example_variance: NaN if unknown; then the test is over seeds only.
-        seed_count: For the result only.
+        example_variance: Variance due to test examples; NaN if unknown, for a test over seeds only.
+        seed_count: Number of seeds that is put into the result; it has no effect on the test.
     """
     parts = VarianceComponents(
         math.fsum(variance for variance, _ in seed_variances), example_variance
@@ -216,7 +229,10 @@ def welch_from_intervals(
     """Test a weighted sum of means against 0 by Welch's t test of their intervals.
 
     Args:
+        means: Means of independent scores.
         half_widths: 1.96 * sd / sqrt(seeds) of each mean; NaN if unknown, then there is no p.
+        weights: Weight of each mean, such as 1 and -1 for a difference.
+        seeds: Number of seeds of each mean.
         run_variances: (variance, degrees of freedom) of the noise between pretraining runs.
     """
     mean_variances = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
@@ -238,7 +254,7 @@ def _t_quantile(df: float | np.ndarray) -> np.ndarray:
 
 
 def largest_p(*p: float) -> float:
-    """Return the largest p; NaN if any is."""
+    """Return the largest p; NaN if any is. There must be one."""
     return float(np.max(p))
 
 
@@ -259,7 +275,7 @@ def hedges_g(first: Sequence[float], second: Sequence[float]) -> float:
     """Return Hedges' g, the bias-corrected difference of means over the pooled sd.
 
     It is positive if the mean of `first` is larger, and NaN for fewer than two scores on a side,
-    and without spread.
+    and without spread. The sides may have different numbers of scores, and are not paired.
     """
     if min(len(first), len(second)) < 2:
         return math.nan
@@ -329,13 +345,14 @@ def required_seeds(
     target_power: float = 0.8,
     max_seeds: int = 10_000,
 ) -> int | None:
-    """Return the fewest seeds that give a t test the power `target_power`.
+    """Return the fewest seeds that give a two-sided t test at p < 0.05 a power.
 
     More seeds never make up for too few examples.
 
     Args:
         difference: True mean; its sign has no effect.
         parts: Variances of a mean over `parts_seed_count` seeds.
+        target_power: Power to reach, 0 to 1.
 
     Returns:
         The number of seeds, at least 2; None if it is above `max_seeds`, or if the seed variance is
@@ -381,12 +398,14 @@ def rate_variance_pseudo_values(scores: np.ndarray) -> np.ndarray:
 
 
 def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:
-    """Return the share of collapsed runs, 0 to 1, with the ends of its interval.
+    """Return the fraction of collapsed runs with its 95 % interval, Wilson's.
 
-    The interval is Wilson's of 95 %.
+    Args:
+        collapsed: Number of collapsed runs.
+        runs: Number of all runs.
 
     Returns:
-        Share, lower end and upper end; three NaN without runs.
+        Fraction, lower end and upper end, 0 to 1; three NaN without runs.
     """
     if not runs:
         return math.nan, math.nan, math.nan

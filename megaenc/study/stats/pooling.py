@@ -34,7 +34,8 @@ was estimated from."""
 class ScoreRows:
     """Summed scores of the left and the right side, by seed and by example.
 
-    float[S] is by pretraining seed, or by fine-tuning seed if there is only one run.
+    `left` and `right` are float[S], as fractions, by pretraining seed, or by fine-tuning seed if
+    there is only one run.
     """
 
     left: np.ndarray
@@ -49,7 +50,7 @@ class ScoreRows:
 
 
 def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
-    """Return the variance of contrasts between their pretraining runs.
+    """Return the variance of contrasts between their pretraining runs, by task family.
 
     It averages over the contrasts of a family with the same seeds, and over the sets of seeds.
     Contrasts with one pretraining run or with a collapsed side do not count.
@@ -57,7 +58,7 @@ def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
     Returns:
         The part of each set of seeds by family, and by "" for all families; families without
         variance are left out. The parts of a family add up to the mean variance, in squared units
-        of the scores.
+        of the scores. It is the `borrowed` of `compare_contrasts`.
     """
     variances: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
     for contrast in contrasts:
@@ -84,21 +85,17 @@ def compare_contrasts(
     unit: Unit = "points",
     noise: RunNoise | None = None,
 ) -> Comparison:
-    """Test one contrast, or the mean of several, against 0.
+    """Test one contrast, or a weighted sum of several, against 0.
 
-    Contrasts with the same pretraining seeds are summed by seed; such groups, and the contrasts
-    with one pretraining run, are combined by Welch and Satterthwaite. The latter vary between
-    fine-tuning seeds and by the `borrowed` variance, or by `noise` if nothing can be borrowed;
-    without either the result holds for these trained models only. Published scores have neither
-    seeds nor examples and get Welch's test of their intervals.
+    The result has p uncorrected: p_adjusted and verdict are set by the caller. Its difference is
+    NaN if the scores have no fine-tuning seed in common.
 
     Args:
         contrasts: At least one.
-        weights: Weights of the contrasts, whose weighted sum is tested; by default their mean.
-
-    Returns:
-        The comparison with p uncorrected: p_adjusted and verdict are set by the caller. The
-        difference is NaN if the scores have no fine-tuning seed in common.
+        borrowed: Variances by `between_run_variance`, for contrasts with one pretraining run each.
+        weights: A weight per contrast, in order; None for their mean.
+        unit: Unit of the difference in the result.
+        noise: Noise between runs for them if `borrowed` is empty; None to test these models only.
     """
     weights = weights or [1 / len(contrasts)] * len(contrasts)
     pool = [
@@ -133,6 +130,11 @@ def _test_pool(
     pool: WeightedContrasts, borrowed: BetweenRunVariances, noise: RunNoise | None
 ) -> tuple[TestResult, float, bool]:
     """Test a weighted sum of contrasts against 0.
+
+    Contrasts with the same pretraining seeds are summed by seed; such groups, and the contrasts
+    with one pretraining run, are combined by Welch and Satterthwaite. The latter vary between
+    fine-tuning seeds and by the `borrowed` variance, or by `noise` if nothing can be borrowed.
+    Published scores have neither seeds nor examples and get Welch's test of their intervals.
 
     Returns:
         The result, its effect size (NaN if unknown), and whether it has borrowed variance. The

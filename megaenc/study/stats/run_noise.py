@@ -24,7 +24,9 @@ Place = tuple[str, str]
 class RunNoise:
     """Noise of the scores of one pretraining run.
 
-    It is a set of residuals that estimate the noise, or of given standard deviations.
+    Either residuals that estimate it (`estimate_run_noise`), or given standard deviations
+    (`parse_run_noise`), which replace them. Without both it is unknown. `source` is text on its
+    origin for the report.
     """
 
     residuals: Mapping[Place, np.ndarray] = field(default_factory=dict)
@@ -42,10 +44,9 @@ class RunNoise:
     def variance(self, weights: Mapping[Place, float]) -> tuple[float, float]:
         """Return the variance of a weighted sum of scores, and its fine-tuning part.
 
-        The unit is that of squared fractions.
-        Both are estimated from the residuals. The variance between runs is the first less the
-        second. Given standard deviations replace the residuals and count as fully correlated; their
-        fine-tuning part is 0.
+        Both are in squared fractions, estimated from the residuals; the variance between runs is
+        the first less the second. Given standard deviations replace the residuals and count as
+        fully correlated; their fine-tuning part is 0.
 
         Args:
             weights: Weight of each score by (task family, data set).
@@ -70,10 +71,14 @@ class RunNoise:
         return variance, min(variance, finetuning)
 
     def describe(self, families: Sequence[str]) -> str:
-        """Return text with the deviation between runs by task family, and its source.
+        """Return text such as "0.50 points on SC, 0.10 on TC, given".
 
-        It is the standard deviation in points, without the part of fine-tuning, of the mean over
-        the data sets of a family. Families without an estimate are left out.
+        The numbers are standard deviations between runs, without the part of fine-tuning, of the
+        mean over the data sets of a family; the end is the source. Families without an estimate are
+        left out.
+
+        Args:
+            families: Codes of task families, such as SC.
         """
         parts = []
         for family in families:
