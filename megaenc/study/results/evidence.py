@@ -48,7 +48,9 @@ RateScores = Mapping[float, Mapping[int, float]]
 class Score:
     """Mean score of one model on a data set, or its average over a task family.
 
-    Scores are fractions.
+    `build_evidence` builds it. Scores are fractions, 0 to 1. `family` is the code SC, TC, QA, IR or
+    ZS. `mean` and `seed_scores` are at the learning rate that was chosen on validation,
+    `rate_scores` at all rates. `half_width` is half the 95 % interval over fine-tuning seeds.
     """
 
     model: str
@@ -102,9 +104,10 @@ class Score:
 
     @property
     def rate_scores_with_failures(self) -> RateScores:
-        """Return scores by learning rate and seed, failed runs included.
+        """Return scores by learning rate, ascending, and seed, failed runs included.
 
-        A failed run counts as the trivial baseline; it is left out if that is unknown.
+        A failed run, whose loss became NaN, counts as the trivial baseline; it is left out if that
+        is unknown.
         """
         if self.members:
             return _mean_rate_scores([member.rate_scores_with_failures for member in self.members])
@@ -115,11 +118,16 @@ class Score:
         return dict(sorted(scores.items()))
 
     def stack_examples(self, seeds: Sequence[int]) -> np.ndarray | None:
-        """Return the scores of all test examples for each of `seeds`.
+        """Return the scores of all test examples for each of `seeds`, at the chosen rate.
+
+        They are fractions, read from the result files once.
+
+        Args:
+            seeds: Fine-tuning seeds.
 
         Returns:
-            float32[S, N] for S seeds and N examples; None if some are missing or if their numbers
-            differ.
+            float32[S, N] for S seeds, in that order, and N examples; None if some are missing or if
+            their numbers differ, and for averages.
         """
         by_seed = self.load_examples()
         if (
@@ -132,7 +140,10 @@ class Score:
 
 @dataclass(frozen=True)
 class GridStatus:
-    """State of a model's fine-tuning runs on one data set."""
+    """State of a model's fine-tuning runs on one data set.
+
+    A grid has a run for each learning rate and seed. `build_evidence` builds it.
+    """
 
     model: str
     model_key: ModelKey | None
@@ -153,7 +164,11 @@ class GridStatus:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All scores of a study in one metric, with the states of its fine-tuning grids."""
+    """All scores of a study in one metric, with the states of its fine-tuning grids.
+
+    `build_evidence` and `read_evidence` build it from results, `published` from the published
+    tables. Without a manifest, `scope` is empty.
+    """
 
     scores: list[Score]
     metric: str = PAPER_SCORE
@@ -183,7 +198,8 @@ class Evidence:
 
         Args:
             model: Key of the model, or its name if it has no key.
-            family: Task family; "" matches any.
+            dataset: Name as in Score, or AVERAGE.
+            family: Code of the task family, such as SC; "" matches any, the first if several.
         """
         return self._score_index.get((model, dataset, str(family)))
 
@@ -206,9 +222,10 @@ class Evidence:
         return list(self.model_names())
 
     def planned_model_keys(self) -> list[ModelKey]:
-        """Return the keys of the manifest's models, and those of sizes that it lacks.
+        """Return the keys of all models that the study is about, with or without scores.
 
-        The latter are models with a score; without a manifest, all of them.
+        They are those of the manifest, then those with a score whose size the manifest lacks;
+        without a manifest, all with a score.
         """
         planned = self.scope.model_keys.values()
         return [
@@ -217,10 +234,13 @@ class Evidence:
         ]
 
     def group_by_setup(self, model_keys: Iterable[ModelKey] | None = None) -> Groups:
-        """Return model keys by kind of pretraining, see groups.group_by_setup.
+        """Return model keys by kind of pretraining: "base", "efficiency", "pfs", ...
+
+        The kinds and the order are those of `groups.group_by_setup`, with the planned models and
+        sizes of this study; kinds without models are left out.
 
         Args:
-            model_keys: Keys to group; by default those of all models with a score.
+            model_keys: Keys to group; None for those of all models with a score.
         """
         return group_by_setup(
             self.model_keys() if model_keys is None else model_keys,
@@ -229,17 +249,18 @@ class Evidence:
         )
 
     def sort_sizes(self, model_keys: Iterable[ModelKey]) -> list[str]:
-        """Return the distinct size names, smallest first.
+        """Return the distinct size names of models, smallest first.
 
-        They are in the manifest's order, else by numbers such as 210M.
+        They are in the manifest's order, else by numbers such as 210M; other names are then last.
         """
         return sort_sizes(model_keys, self.scope.sizes)
 
     @functools.cached_property
     def reference_mask_ratio(self) -> float | None:
-        """Return the mask ratio of the MLM models that are compared; None without any.
+        """Return the mask ratio, 0 to 1, of the MLM models that are compared.
 
-        It is the most frequent one of the planned models, on ties that nearest 0.4.
+        It is the most frequent one of the planned models, on ties that nearest 0.4; None without
+        any.
         """
         return reference_mask_ratio(self.planned_model_keys())
 
@@ -264,8 +285,10 @@ def read_evidence(
     """Read the scores of a results directory in one metric.
 
     Args:
-        model_keys: Key of each model by name; others are kept without a key.
-        metric: As Evidence.metric.
+        results: Directory of `megaenc finetune grid`, or of the study's own results.
+        model_keys: Key of each model by name; models without one are kept, with the key None.
+        metric: PAPER_SCORE, the study's own score, or a standard metric such as "accuracy".
+        kind: 95 % interval over seeds, 1.96 standard errors ("normal") or Student's ("t").
 
     Raises:
         InputError: There are no results, or no finished run has the metric.
@@ -282,11 +305,12 @@ def build_evidence(
 ) -> Evidence:
     """Build the scores, averages and states of runs in one metric from results.
 
-    Runs outside the grid of `scope` are ignored.
-
     Args:
-        resolve_model_key: Function from a model's name to its key, or to None.
-        metric: As Evidence.metric.
+        results: Fine-tuning results, finished and failed, such as those of `read_result_tree`.
+        resolve_model_key: Function from a model's name to its key, or to None if it has none.
+        metric: PAPER_SCORE, or the name of a standard metric.
+        kind: Kind of the 95 % intervals over seeds: 1.96 standard errors, or Student's ("t").
+        scope: What a manifest plans; results outside its grid are ignored.
 
     Raises:
         InputError: No finished run has the metric.
@@ -421,8 +445,10 @@ def collapsed_by_training(
 ) -> dict[tuple[Hashable, float, int], bool]:
     """Return by (training set, rate, seed) whether a run collapsed on any data set.
 
+    One training run may be evaluated on several data sets, each with a GridStatus of its own.
+
     Args:
-        grids: Pairs of training set and GridStatus.collapsed_by_run.
+        grids: Pairs of a training set (or a tuple with it) and GridStatus.collapsed_by_run.
     """
     collapsed_runs: dict[tuple[Hashable, float, int], bool] = defaultdict(bool)
     for train_on, collapsed_by_run in grids:
@@ -448,7 +474,8 @@ def _read_example_scores(paths: Mapping[int, Path], metric: str) -> dict[int, np
 def describe_missing_scores(evidence: Evidence) -> str:
     """Return sentences that list models and data sets without a score; "" if none is.
 
-    They have the numbers of runs that ended and failed.
+    They have the numbers of runs that ended and failed. Without a manifest, only models and data
+    sets with a run are known.
     """
     scored = {(score.model, score.dataset) for score in evidence.scores}
     grids: dict[str, list[GridStatus]] = {model: [] for model in evidence.scope.model_keys}

@@ -53,7 +53,7 @@ METRIC_LABELS = {
 
 
 def objective_name(model_key: ModelKey) -> str:
-    """Return "CLM", "MLM" or "CLM + MLM", or the text of a model's schedule.
+    """Return "CLM", "MLM" or "CLM + MLM", or the text of a model's objective schedule.
 
     It is the objective before continued pretraining.
     """
@@ -65,9 +65,10 @@ def objective_name(model_key: ModelKey) -> str:
 
 
 def recipe_label(model_key: ModelKey) -> str:
-    """Return a finished model's objective or schedule as text.
+    """Return a model's objective or schedule as text for tables and legends.
 
-    Examples are `25 % CLM, then MLM` and `MLM on CLM`.
+    Examples are `MLM`, `25 % CLM, then MLM` and `MLM on CLM` (continued pretraining). Size, steps,
+    mask ratio and seed are not in it.
     """
     name = objective_name(model_key)
     if name == "CLM + MLM":
@@ -80,9 +81,10 @@ def recipe_label(model_key: ModelKey) -> str:
 
 
 def group_by_recipe(model_keys: Iterable[ModelKey]) -> dict[ModelKey, list[ModelKey]]:
-    """Return the keys of each recipe, by its key of pretraining seed 1.
+    """Return the keys of models that differ in the pretraining seed only, in lists.
 
-    No model need have that seed. Recipes and their keys are in order of appearance.
+    Each list is under its recipe: the key with seed 1, which no model need have. Recipes and their
+    keys are in order of appearance.
     """
     recipes: dict[ModelKey, list[ModelKey]] = {}
     for model_key in model_keys:
@@ -93,11 +95,13 @@ def group_by_recipe(model_keys: Iterable[ModelKey]) -> dict[ModelKey, list[Model
 def select_schedule_peers(
     model_keys: Iterable[ModelKey], mask_ratio: float | None
 ) -> list[ModelKey]:
-    """Return the models to compare with schedules, then those with a schedule.
+    """Return the models to compare with objective schedules, then those with one.
 
     All are finished. The former are the CLM and MLM models of the same size and as many steps, or,
-    if no MLM model has as many, of any number of steps without continued pretraining. MLM masks
-    `mask_ratio` of the tokens.
+    if no MLM model has as many, of any number of steps without continued pretraining.
+
+    Args:
+        mask_ratio: Fraction of tokens that MLM peers mask; None for peers without masking only.
     """
     finished = [model_key for model_key in model_keys if model_key.decayed]
     plain = [
@@ -139,14 +143,15 @@ def group_by_setup(
 ) -> Groups:
     """Return model keys by kind of pretraining; a key may be in several, or in none.
 
-    The kinds are "base", "efficiency" (checkpoints), "pfs" (from scratch), "cpt" and "other". Base
-    models have one objective and the longest budget of their size that both objectives share. "pfs"
-    adds the CLM and MLM models of the same budget to two-stage models, "cpt" adds the parents of
-    continued models. Budgets and parents come from the `planned` models if there are any, so that a
-    model's tables do not change as more results arrive. Kinds without models are left out.
+    Kinds without models are left out. "base" are models of one objective with the longest budget of
+    their size that CLM and MLM share, "efficiency" intermediate checkpoints, "pfs" two-stage models
+    and their CLM and MLM peers of the same budget, "cpt" continued models and their parents,
+    "other" models with a schedule. Keys are sorted by size, then by recipe and seed.
 
     Args:
-        size_order: All sizes, smallest first.
+        planned: Keys of all planned models, which decide on budgets and parents too, so that a
+            model's kinds do not change as more results arrive.
+        size_order: All sizes, smallest first; without it they are sorted by numbers such as 210M.
     """
     unique_keys = list(dict.fromkeys(model_keys))
     planned = list(planned)
@@ -205,8 +210,8 @@ def group_by_setup(
 def parent_key(model_key: ModelKey) -> ModelKey:
     """Return the key of the model from which continued pretraining started.
 
-    It is decayed, and has no steps of continued pretraining. Schedule and seed stay those of
-    `model_key`, and the mask ratio too if the parent has MLM steps.
+    The parent is decayed, and has no steps of continued pretraining. Schedule and seed stay those
+    of `model_key`, and the mask ratio too if the parent has MLM steps.
     """
     mask = model_key.mask_ratio if model_key.mlm_steps else None
     return replace(model_key, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
@@ -230,10 +235,13 @@ def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
 
 
 def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> list[str]:
-    """Return the distinct size names, smallest first.
+    """Return the distinct size names of models, smallest first.
 
     They are sorted by `size_order` if it has all, else by numbers such as 210M; other names are
     then last, in order of appearance.
+
+    Args:
+        size_order: All sizes, smallest first.
     """
     names = list(dict.fromkeys(model_key.size for model_key in model_keys))
     return sorted(
@@ -243,10 +251,9 @@ def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -
 
 
 def is_size_order_known(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> bool:
-    """Return whether the sizes can be sorted.
+    """Return whether the order of the models' sizes is known.
 
-    They can if there is one size, if `size_order` has all, or if all names are numbers such as
-    210M.
+    It is if there is one size, if `size_order` has all, or if all names are numbers such as 210M.
     """
     names = {model_key.size for model_key in model_keys}
     return (
@@ -266,7 +273,7 @@ def _parse_parameter_count(size: str) -> float:
 
 
 def reference_mask_ratio(model_keys: Iterable[ModelKey]) -> float | None:
-    """Return the most frequent mask ratio of models without a schedule.
+    """Return the most frequent mask ratio, 0 to 1, of models without a schedule.
 
     On ties it is the one nearest 0.4; without any ratio it is None.
     """
@@ -281,7 +288,11 @@ def reference_mask_ratio(model_keys: Iterable[ModelKey]) -> float | None:
 def dataset_label(family: str, dataset: str) -> str:
     """Return a data set's label in the tables, such as SST-2 for sst2.
 
-    Unknown names are unchanged.
+    Unknown names are unchanged. "average" is `Average`; in "SET after TRAINSET", both get their
+    label.
+
+    Args:
+        family: Code of the task family, such as SC.
     """
     known, after, trained = dataset.partition(" after ")
     labels = {AVERAGE: "Average"} | DATASET_LABELS.get(family, {})
@@ -297,7 +308,7 @@ def datasets_by_family(
     then others, then averages.
 
     Args:
-        order: Data sets by family, in order.
+        order: Data sets by family, in order; by default that of the study's tables.
     """
     by_family: dict[str, list[str]] = {family: [] for family in FAMILY_LABELS}
     for family, dataset in dict.fromkeys(pairs):
@@ -319,7 +330,7 @@ def is_average(dataset: str) -> bool:
 
 
 def format_percent(fraction: float | None) -> str:
-    """Format a share (0 to 1) as a percentage, such as `40 %`; "" for None.
+    """Format a fraction (0 to 1) as a percentage, such as `40 %`; "" for None.
 
     It has up to three significant digits.
     """

@@ -25,7 +25,10 @@ _OBJECTIVE_OF_PHASE = re.compile(r"[a-z][a-z0-9_]*(?=[(:,+]|$)")
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Content of a run directory, without the logged steps of a branch's parent."""
+    """Content of a run directory, without the logged steps of a branch's parent.
+
+    `read_runs` builds it. A Row is a dict of one line of the run's log.
+    """
 
     name: str
     """name of the directory"""
@@ -56,14 +59,17 @@ class TrainedRun:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Return the flags that determine the training result, as value by flag name."""
+        """Return the flags that determine the training result, as value by name.
+
+        Names have underscores, such as `seq_length`.
+        """
         return self.facts["identity"]
 
     @property
     def kind(self) -> str:
         """Return the training objectives: "CLM", "MLM", "CLM + MLM" or "other".
 
-        A run that started from weights is "continued".
+        A run that started from another run's weights is "continued".
         """
         if self.start == "weights":
             return "continued"
@@ -113,11 +119,11 @@ def read_runs(directory: Path) -> dict[str, TrainedRun]:
 def flops_by_model(
     runs: Mapping[str, TrainedRun], model_keys: Mapping[str, ModelKey]
 ) -> dict[ModelKey, float]:
-    """Return training FLOPs by model key, with those of ancestors in `runs`.
+    """Return the training FLOPs behind each model's weights, by model key.
 
-    They are cumulative, of both passes. Models without a run of their own or without FLOPs are left
-    out. An intermediate checkpoint RUN-STEP has the FLOPs logged at that step, and is left out
-    without a row of it.
+    They are cumulative, of forward and backward passes, with those of ancestors in `runs`. Models
+    without a run of their name or without logged FLOPs are left out. An intermediate checkpoint
+    RUN-STEP has the FLOPs logged at that step, and is left out without a row of it.
 
     Args:
         runs: Runs by name.
@@ -170,11 +176,11 @@ _IDS = 128_256
 def published_model_flops(model_key: ModelKey) -> float | None:
     """Compute a published model's training FLOPs from its shape, both passes.
 
-    A step has 1,152 packs of 2,048 tokens in two documents. Continued models have the FLOPs of
-    their parents too.
+    A step has 1,152 packs of 2,048 tokens in two documents of 1,024. A continued model has the
+    FLOPs of its parent too.
 
     Returns:
-        The FLOPs; None for an unknown size or a schedule.
+        The FLOPs; None for a size that is no preset, or a schedule.
     """
     shape = PRESETS.get(model_key.size.lower())
     if shape is None or model_key.schedule:
@@ -201,6 +207,10 @@ def resolve_model_keys(
     """Return the model key by name, from `manifest_keys` or else parsed from the name.
 
     Names without either are left out; the order is that of `names`.
+
+    Args:
+        names: Names of models, such as `610m-mlm40-42k`.
+        manifest_keys: Key by model name; empty without a manifest.
     """
     model_keys = {name: manifest_keys.get(name) or parse_model_name(name) for name in names}
     return {name: model_key for name, model_key in model_keys.items() if model_key is not None}

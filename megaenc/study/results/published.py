@@ -45,7 +45,10 @@ def read_published_rows() -> list[dict[str, str]]:
 def parse_model_key(row: dict[str, str]) -> ModelKey:
     """Return the key of the model that a published row describes.
 
-    Rows of setup "efficiency" are intermediate checkpoints.
+    Rows of setup "efficiency" are intermediate checkpoints. The seed of all is 1.
+
+    Args:
+        row: Row of `read_published_rows`.
     """
     steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
     mask = float(row["mask_ratio"]) if row["mask_ratio"] else None
@@ -61,9 +64,9 @@ def parse_model_key(row: dict[str, str]) -> ModelKey:
 
 @functools.cache
 def published() -> Evidence:
-    """Return the published tables: means and half widths of 46 models.
+    """Return the published tables: means and half widths of 46 models, as fractions.
 
-    They have no scores by seed, rate or example.
+    They have no scores by seed, rate or example. The result is cached; do not change it.
     """
     scores: dict[tuple[ModelKey, str, str], Score] = {}
     for row in read_published_rows():
@@ -83,7 +86,7 @@ def published() -> Evidence:
 
 
 def is_study_result(result: Result) -> bool:
-    """Return whether a result is the study's own.
+    """Return whether a result is the published study's, not of `megaenc finetune`.
 
     It is if its file has only scores, and its model has the study's naming and one of its sizes. A
     rerun with the study's evaluation code under the same names cannot be told apart; `megaenc
@@ -101,7 +104,10 @@ def _is_study_model(name: str) -> bool:
 
 
 def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:
-    """Return results without the study's own on data sets that its tables lack (QED)."""
+    """Return results without the study's own on data sets that its tables lack (QED).
+
+    Results of `megaenc finetune` are all kept.
+    """
     printed = {(str(family), name) for family, names in STUDY_DATASETS.items() for name in names}
     return [
         result
@@ -113,7 +119,12 @@ def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:
 def raw(
     directory: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "normal"
 ) -> Evidence:
-    """Read the study's raw results in `directory` on its twelve averaged data sets.
+    """Read the study's raw result files on its twelve averaged data sets.
+
+    Args:
+        directory: Results directory of the study, as in its repository.
+        metric: PAPER_SCORE, or the name of a standard metric.
+        kind: 95 % interval over seeds, 1.96 standard errors ("normal") or Student's ("t").
 
     Raises:
         InputError: There are no results, or none has the metric.

@@ -28,7 +28,11 @@ _SEED_FILE = re.compile(r"seed-(\d{1,9})")
 
 @dataclass(frozen=True)
 class ZeroShotResults:
-    """Zero-shot retrieval scores of a study's models, of BM25 and of a random ranking."""
+    """Zero-shot retrieval scores of a study's models, of BM25 and of a random ranking.
+
+    `read_zero_shot` builds it. A Place is (model, data set, measure); measures are METRIC and
+    RECALL. Scores are fractions, with one for each query.
+    """
 
     pretrained: Mapping[Place, QueryScores]
     """scores by (model, data set, measure), without contrastive training"""
@@ -65,11 +69,11 @@ class ZeroShotResults:
         """Return the NDCG@10 of all models as the family ZS, for the tests of claims.
 
         Scores are those after contrastive training if any model has them, of models with every
-        seed; else as pretrained, as one seed. Scores of queries are paired over models only if all
-        models have the same queries and data.
+        seed; else as pretrained, as the one seed 0. Scores of queries are paired over models only
+        if all models have the same queries and data.
 
         Args:
-            kind: Kind of the intervals over seeds.
+            kind: 95 % interval over seeds, 1.96 standard errors ("normal") or Student's ("t").
         """
         if self.is_trained:
             by_place = self.trained
@@ -146,7 +150,8 @@ def read_zero_shot(directory: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShot
     missing.
 
     Args:
-        directory: STUDY/embed.
+        directory: STUDY/embed, with the files NAME/pretrained.json and NAME/seed-S.json.
+        scope: What the manifest plans; empty without one.
 
     Returns:
         The results; None without any.
