@@ -70,7 +70,7 @@ SCORES = "scores.csv"
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Options of `megaenc study report`."""
+    """Options of `megaenc study report`; each field is a flag."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
     """manifest of the study, which defines its models; without it, models are recognised by the
@@ -108,7 +108,11 @@ _OURS = (
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Scores, pretraining runs and facts that a report is built from."""
+    """Scores, pretraining runs and facts that a report is built from.
+
+    `read_study_inputs` or `read_published_inputs` builds it. `title` and `lead` are the heading of
+    the page and the sentences below it; a fact is (name, text).
+    """
 
     title: str
     lead: str
@@ -131,8 +135,10 @@ class ReportInputs:
 def build_report(config: ReportConfig) -> ReportPage:
     """Build the report page from the files that `config` names.
 
+    No file is written, see `write_report`; progress is shown on the terminal.
+
     Raises:
-        InputError: A file or an option is invalid.
+        InputError: A file or an option is invalid, or there is nothing to report.
     """
     inputs = read_published_inputs(config) if config.published else read_study_inputs(config)
     evidence = inputs.evidence
@@ -172,10 +178,12 @@ def build_report(config: ReportConfig) -> ReportPage:
 
 
 def read_published_inputs(config: ReportConfig) -> ReportInputs:
-    """Read the published tables.
+    """Return the inputs for a report of the published tables of the original study.
+
+    The package contains them.
 
     Raises:
-        InputError: `config` names other results too.
+        InputError: `config` names a manifest, results or runs too.
     """
     conflicting = [name for name in ("manifest", "results", "runs") if getattr(config, name)]
     if conflicting:
@@ -196,8 +204,11 @@ def read_published_inputs(config: ReportConfig) -> ReportInputs:
 def read_study_inputs(config: ReportConfig) -> ReportInputs:
     """Read the manifest, results and pretraining runs that `config` names.
 
+    Scores of zero-shot retrieval are read from the directory `embed` next to the results, if there
+    is one. Results of the study itself on data sets that its tables lack are left out.
+
     Raises:
-        InputError: One of them is invalid, or has nothing to report.
+        InputError: `config` names no results, or a file is invalid or has nothing to report.
     """
     if not config.results:
         raise InputError(
@@ -314,10 +325,14 @@ def _format_grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
 
 
 def write_report(report: ReportPage, output: Path) -> None:
-    """Write the tables, figures and index.html of a report.
+    """Write index.html, and the tables and figures of a report to subdirectories.
 
-    Other files of an earlier report are deleted. FILES lists all files before they are written, so
-    that a killed attempt leaves none unlisted.
+    Each table is written as CSV, Markdown and LaTeX, each figure with panels as PNG and SVG, all
+    scores as tables/scores.csv. Other files of an earlier report are deleted. files.txt lists all
+    files before they are written, so that a killed attempt leaves none unlisted.
+
+    Args:
+        output: Directory to write to, which is created.
 
     Raises:
         InputError: The directory cannot be written or contains anything but a report.
@@ -360,7 +375,10 @@ def write_report(report: ReportPage, output: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc study report`: write the report to --output, and print verdicts.
 
-    Missing scores are printed too.
+    Missing scores are printed too. Invalid input ends the process with code 2 and a line on stderr.
+
+    Args:
+        argv: Command line without the program's name; None for that of the process.
     """
     silence_libraries()
     config = flags.parse(ReportConfig, argv, prog="megaenc study report", description=__doc__)

@@ -24,7 +24,10 @@ from megaenc.study.results.groups import FAMILY_LABELS, dataset_label
 
 @dataclass(frozen=True)
 class ReportPage:
-    """Content of a report page."""
+    """Content of a report page, from which `render_page` makes HTML.
+
+    `build_report` builds it. `facts` are (name, text) pairs of the methods section.
+    """
 
     title: str
     lead: str
@@ -55,7 +58,7 @@ its word after a count."""
 
 
 def render_page(report: ReportPage) -> str:
-    """Render the report as one self-contained HTML page from report.html.j2.
+    """Return the report as the text of one HTML file, without scripts or other files.
 
     All inserted text is escaped. Nothing is written.
     """

@@ -24,7 +24,7 @@ Fact = tuple[str, str]
 
 
 def published_facts() -> list[Fact]:
-    """Return facts (name, text) on the published tables.
+    """Return facts, (name, text) pairs, on the published tables.
 
     They are the source of the numbers, intervals, cost and tests.
     """
@@ -41,10 +41,14 @@ def published_facts() -> list[Fact]:
 
 
 def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact]:
-    """Return facts (name, text) on fine-tuning.
+    """Return facts, (name, text) pairs, on fine-tuning.
 
-    They are models, data sets, runs, seeds, learning rates and, if known, hours. Seeds and rates
-    are those of runs in `evidence`, the rest is of all `results`.
+    They are models, data sets, runs, seeds, learning rates and, if known, hours; those without a
+    value are left out.
+
+    Args:
+        results: All results, finished and failed.
+        evidence: Scores of the same results; only runs in it count for seeds and rates.
     """
     scope = evidence.scope
     finished = [result for result in results if result.test is not None]
@@ -94,9 +98,13 @@ def _total_seconds(results: Sequence[Result]) -> float:
 
 
 def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
-    """Return facts (name, text) on pretraining; empty without runs.
+    """Return facts, (name, text) pairs, on pretraining; empty without runs.
 
-    They are runs, steps, tokens, hours, main flags and software.
+    They are runs, steps, tokens, hours, main flags and software; those without a value are left
+    out.
+
+    Args:
+        runs: Pretraining runs by name, of `read_runs`.
     """
     if not runs:
         return []
@@ -127,11 +135,12 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
 
 
 def read_notes(results: Path, about: Sequence[str]) -> list[Fact]:
-    """Read notes (name, text) from study.json next to `results` and from `about`.
+    """Read notes, (name, text) pairs, from study.json and from `about`.
 
     Names get a capital, and spaces for underscores.
 
     Args:
+        results: Results directory; study.json is next to it, and may be missing.
         about: NAME=TEXT of each note, which replaces one of the same name.
 
     Raises:
@@ -154,7 +163,10 @@ PUBLISHED_SEEDS = 5
 def normal_interval_coverage(seeds: int) -> float:
     """Return the probability that mean +- 1.96 standard errors covers the true mean.
 
-    Standard errors are estimated from the scores of `seeds`, at least two; for five it is 0.88.
+    The standard error is estimated from one score of each seed; for five seeds it is 0.88.
+
+    Args:
+        seeds: Number of seeds, at least two.
     """
     return float(1 - 2 * stdtr(seeds - 1, -1.96))
 
@@ -162,8 +174,9 @@ def normal_interval_coverage(seeds: int) -> float:
 def describe_intervals(evidence: Evidence, published: Evidence | None = None) -> str:
     """Return text on the kind, seeds and coverage of the scores' intervals.
 
-    Intervals are conditional on the chosen learning rate. Those of `published` are described if
-    they differ.
+    Args:
+        published: Published scores, whose intervals are described too if they differ; None for
+            none.
     """
 
     def describe(counts: Sequence[int], kind: IntervalKind) -> str:

@@ -10,9 +10,11 @@ MISSING = "missing-results"
 
 
 def find_missing_results(evidence: Evidence) -> tuple[list[Table], list[str]]:
-    """Return the table of missing runs and a sentence on their number.
+    """Return the table of missing fine-tuning runs and a sentence on their number.
 
-    Each is in a list, which is empty if none is missing.
+    The grid of a data set is all learning rates and seeds that any model has on it, unless a
+    manifest plans it; a run of it is missing if it neither finished nor failed. Table and sentence
+    are each in a list, which is empty if no run is missing.
     """
     incomplete = [(grid, rate) for grid in evidence.grids for rate in grid.incomplete_rates]
     if not incomplete:

@@ -25,14 +25,14 @@ _WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")
 
 
 def check_report_dir(output: Path) -> set[str]:
-    """Return the files of an earlier report in the tables and figures of a directory.
+    """Return the files of an earlier report in the directory `output`.
 
-    They are those in its files.txt, relative to it; empty for a new or empty directory. Nothing is
-    written.
+    They are those of tables and figures that its files.txt lists, relative to it; empty for a new
+    or empty directory. Nothing is written or created.
 
     Raises:
         InputError: The path is a file or a symbolic link, or a directory that is neither empty nor
-            a report.
+            a report, or it cannot be read.
     """
     try:
         for name in ("", TABLES, FIGURES, PAGE, FILES):
@@ -73,7 +73,8 @@ def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection
     """Create a directory for a report, and list its files in files.txt.
 
     Args:
-        earlier: Files of an earlier report, which are listed too.
+        output: Directory, created with its parents; it may exist.
+        earlier: Files of an earlier report, by `check_report_dir`, which are listed too.
         names: Files of the report in tables and figures, relative to `output`.
 
     Raises:
@@ -96,7 +97,10 @@ def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection
 
 
 def remove_stale_files(output: Path, earlier: Collection[str], names: Collection[str]) -> None:
-    """Delete the `earlier` files that are not in `names`, and list only `names`."""
+    """Delete the `earlier` files that are not in `names`, and list only `names`.
+
+    Names are relative to `output`. Files that cannot be deleted are left.
+    """
     for name in set(earlier).difference(names):
         with contextlib.suppress(OSError):
             (output / name).unlink()

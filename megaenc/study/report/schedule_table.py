@@ -34,7 +34,10 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class ControlComparison:
-    """Differences of recipes from a control on one data set, as fractions."""
+    """Differences of recipes from a control on one data set, as fractions.
+
+    `compare_with_control` builds it. Arrays have an entry for each of R recipes, in order.
+    """
 
     differences: np.ndarray
     """float[R], of each recipe's mean over runs, less the control's"""
@@ -56,7 +59,8 @@ def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> 
     control, 1955.
 
     Args:
-        recipes: Scores of each recipe, float[runs], as fractions; at least one recipe.
+        recipes: Scores of each recipe, float[runs], as fractions; at least one recipe. Numbers of
+            runs may differ.
         control: Scores of the control, float[runs].
     """
     groups = [*recipes, control]
@@ -78,10 +82,13 @@ def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> 
 
 
 def build_schedule_table(evidence: Evidence) -> Table | None:
-    """Build the table of differences from MLM by objective or schedule.
+    """Build the table of differences from MLM by objective or schedule, in points.
+
+    A row is a recipe, compared with the MLM model of its size that has as many steps, else the
+    most.
 
     Returns:
-        The table; None without other schedules next to MLM.
+        The table; None without a model with another schedule and an MLM model of its size.
     """
     recipes = group_by_recipe(
         select_schedule_peers(evidence.model_keys(), evidence.reference_mask_ratio)

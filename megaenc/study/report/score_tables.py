@@ -97,6 +97,8 @@ def _build_columns(places: Iterable[ScoreColumn]) -> list[Column]:
 def build_score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
     """Build a table of the study's score for each kind of pretraining that has models.
 
+    Kinds are those of `group_by_setup`; a row is a model, a column a data set, in percent.
+
     Args:
         published: Published scores, shown below the same model; None for none.
     """
@@ -107,8 +109,11 @@ def build_score_tables(evidence: Evidence, published: Evidence | None = None) ->
 def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence]) -> list[Table]:
     """Build a table of standard metrics for each kind of pretraining.
 
+    Kinds are those of `group_by_setup`; the page shows these tables folded.
+
     Args:
-        standard: Scores in each metric; without any there are no tables.
+        evidence: Scores whose models and their order the tables have.
+        standard: Scores of the same results, one Evidence per metric; without any, no tables.
     """
     by_metric = {metric_evidence.metric: metric_evidence for metric_evidence in standard}
     places = [
@@ -261,11 +266,11 @@ def format_scores_csv(evidence: Sequence[Evidence]) -> str:
     """Return CSV text with a line per score and kind of pretraining.
 
     Columns are those of the published file, then model, seeds, metric and runs. `mean` and `ci95`
-    (half the interval) are percent. `collapsed_runs` counts runs at the chosen rate,
-    `ended_trainings` and `planned_trainings` those at all rates.
+    (half the 95 % interval) are percent. `collapsed_runs` counts runs at the chosen rate,
+    `ended_trainings` and `planned_trainings` those at all rates. Unknown values are empty.
 
     Args:
-        evidence: Scores in each metric.
+        evidence: Scores, one Evidence per metric.
     """
     lines: list[list[object]] = [[*CSV_COLUMNS, *_RUN_COLUMNS]]
     for metric_evidence in evidence:
@@ -345,8 +350,10 @@ def build_diagnostic_tables(evidence: Evidence) -> list[Table]:
 def build_rate_table(evidence: Evidence) -> Table | None:
     """Build the table of best less worst mean score over the learning rates.
 
+    Cells are in points, by model and data set.
+
     Returns:
-        The table by model and data set; None if it is empty.
+        The table; None if no model has every seed at two rates or a failed run.
     """
 
     def format_cell(score: Score) -> CellValue:
@@ -399,9 +406,9 @@ def build_rate_table(evidence: Evidence) -> Table | None:
 
 
 def rate_sensitivity(score: Score) -> RateSensitivity | None:
-    """Return the mean scores by learning rate, of rates with every seed only.
+    """Return a score's mean over the seeds by learning rate, of complete rates only.
 
-    Scores are fractions. Failed runs count as the trivial baseline.
+    Means are fractions. Failed runs count as the trivial baseline; a complete rate has every seed.
 
     Returns:
         The sensitivity; None below two such rates.
@@ -411,7 +418,10 @@ def rate_sensitivity(score: Score) -> RateSensitivity | None:
 
 
 def build_collapse_table(evidence: Evidence) -> Table | None:
-    """Build the table of collapsed or failed runs (k/n) of each model.
+    """Build the table of collapsed or failed runs (k of n ended ones) of each model.
+
+    A collapsed run gives worthless predictions, such as the same for every example; a failed one
+    has a NaN loss.
 
     Returns:
         The table by data set, by rate, and in all; None without runs.
@@ -478,13 +488,13 @@ TARGET_DIFFERENCES = (0.002, 0.005, 0.01, 0.02)
 
 
 def build_variance_table(evidence: Evidence) -> Table | None:
-    """Build the table of standard deviations due to seeds and examples.
+    """Build the table of standard deviations due to seeds and examples, in points.
 
     There is a row per data set. Standard deviations are root mean squares over the models. Required
     seeds are for differences of neighbouring models in the tables that share seeds and examples.
 
     Returns:
-        The table; None without several seeds.
+        The table; None if no score has several seeds.
     """
     rows = []
     order = {model: index for index, model in enumerate(_list_model_names(evidence))}

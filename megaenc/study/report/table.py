@@ -13,7 +13,10 @@ CellValue = str | int | None
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table; neighbouring columns with the same `group` share its heading."""
+    """Column of a table; neighbouring columns with the same `group` share its heading.
+
+    An empty `group` is no group.
+    """
 
     name: str
     group: str = ""
@@ -36,9 +39,10 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Table:
-    """Table of the report.
+    """Table of the report, with as many cells in each row as columns.
 
-    It is written to `key`.csv, .md and .tex and shown on the page.
+    `key` is the name of its files and its id on the page; the page shows a folded table as its
+    title until it is opened.
     """
 
     key: str
@@ -72,14 +76,11 @@ class Table:
 
 
 def format_score(mean: float | None, half: float | None = None) -> CellValue:
-    """Format a mean and half interval in percent, such as `91.65 (0.45)`.
+    """Format a mean and half interval, both fractions, in percent: `91.65 (0.45)`.
 
     Args:
-        mean: Mean as a fraction.
-        half: Half interval as a fraction.
-
-    Returns:
-        The text; None for a mean that is None or NaN.
+        mean: Mean of scores; the result is None if it is None or NaN.
+        half: Half width of its interval; left out if it is None or NaN.
     """
     if mean is None or mean != mean:
         return None
@@ -99,7 +100,7 @@ def format_cell(value: CellValue) -> str:
 def table_to_csv(table: Table) -> str:
     """Return a table as CSV text.
 
-    The header line has `group name` of each column. Counts are plain digits.
+    The header line has `group name` of each column. Counts are plain digits, empty cells empty.
     """
     return format_csv([_full_column_names(table), *(row.cells for row in table.rows)])
 
@@ -110,7 +111,7 @@ def _full_column_names(table: Table) -> list[str]:
 
 
 def table_to_markdown(table: Table) -> str:
-    """Return title, note and table as GitHub Markdown text.
+    """Return title, note and table as GitHub Markdown text, ending with a newline.
 
     Columns are padded and cells escaped.
     """
@@ -148,7 +149,7 @@ _WIDE = 9
 def table_to_latex(table: Table) -> str:
     """Return a LaTeX `table` for booktabs, with title and note as caption.
 
-    A table with more than 9 columns has a block per column group.
+    Cells are escaped. A table with more than 9 columns has a block per column group.
     """
     groups = list(table.groups)
     parts = [[group] for group in groups] if len(table.columns) > _WIDE and groups else [groups]

@@ -35,7 +35,10 @@ _BASELINE_LABELS = {"BM25": "BM25", "random": "random ranking"}
 def build_zero_shot_tables(results: ZeroShotResults, kind: IntervalKind) -> list[Table]:
     """Build the tables of NDCG@10 and, folded, of recall@100 of all models.
 
-    Scores are before and after contrastive training.
+    Scores are before and after contrastive training, in percent, by data set.
+
+    Args:
+        kind: Interval over seeds: 1.96 standard errors ("normal") or Student's ("t").
     """
     return [
         _build_table(results, kind, METRIC, "zero-shot"),
@@ -112,7 +115,7 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
 
 
 def sort_models(results: ZeroShotResults) -> list[str]:
-    """Return the models by size, objective, mask ratio, steps and seed.
+    """Return the names of the models by size, objective, mask ratio, steps and seed.
 
     Those without a known recipe are last, by name.
     """
@@ -177,6 +180,9 @@ def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> Figu
     recipe (of masked language models those at the reference mask ratio) that have scores on every
     data set of `results`, after contrastive training for every seed. BM25 is a horizontal line. A
     panel without models is left out; without any, the caption reports it.
+
+    Args:
+        kind: Interval over seeds: 1.96 standard errors ("normal") or Student's ("t").
     """
     key = "zero-shot"
     title = "Zero-shot retrieval"
@@ -314,9 +320,9 @@ def _build_bm25_line(results: ZeroShotResults, places: list[float]) -> list[Figu
 
 
 def zero_shot_facts(results: ZeroShotResults) -> list[tuple[str, str]]:
-    """Return facts (name, text) on zero-shot retrieval.
+    """Return facts, (name, text) pairs, on zero-shot retrieval.
 
-    They are models, sets, seeds, and the claims that its scores test.
+    They are models, sets, seeds, and the claims that its scores test, all in one pair.
     """
     counts = f"{len(results.models)} models on {', '.join(results.datasets)}, as pretrained"
     if results.is_trained:

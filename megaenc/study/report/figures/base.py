@@ -36,7 +36,8 @@ BACKGROUND_COLOUR = "#ffffff"
 class FigurePoint:
     """Point of a figure, with the half width of its interval if it is known.
 
-    `mean` and `half_width` are in the unit of the y axis.
+    `x` is in the unit of the x axis, `mean` and `half_width` in that of the y axis, such as
+    percent.
     """
 
     x: float
@@ -50,7 +51,8 @@ class FigurePoint:
 class FigureLine:
     """Points under one legend entry with colour and marker.
 
-    `joined` connects them by a line, `labelled` gives them the legend entry. `marker` may be "".
+    `colour` is a hex colour, `marker` one of matplotlib or "" for none. `joined` connects the
+    points by a line; `labelled` gives the line the legend entry `name`.
     """
 
     name: str
@@ -66,7 +68,10 @@ class FigureLine:
 
 @dataclass(frozen=True)
 class FigurePanel:
-    """One pair of axes of a figure, with its lines."""
+    """Pair of axes of a figure, with its lines.
+
+    Labels are plain text with the unit, such as "score (%)".
+    """
 
     title: str
     lines: tuple[FigureLine, ...]
@@ -82,7 +87,11 @@ class FigurePanel:
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """Content of a figure; without panels, its caption gives the reason."""
+    """Content of a figure, which is drawn on the first access to `figure` or `svg`.
+
+    `key` is the name of its files and its id on the page. Without panels nothing can be drawn, and
+    the caption gives the reason.
+    """
 
     key: str
     title: str
@@ -92,7 +101,10 @@ class FigureSpec:
 
     @cached_property
     def figure(self) -> Any:
-        """Return the matplotlib Figure with all panels, drawn on the first access."""
+        """Return the matplotlib Figure with all panels, drawn on the first access.
+
+        There must be a panel.
+        """
         from matplotlib import rc_context
 
         with rc_context(_STYLE):
@@ -100,7 +112,10 @@ class FigureSpec:
 
     @cached_property
     def svg(self) -> str:
-        """Return the figure as SVG text, drawn on the first access."""
+        """Return the figure as SVG text, drawn on the first access.
+
+        There must be a panel.
+        """
         return figure_to_svg(self.figure, self.key)
 
 
@@ -109,7 +124,7 @@ FigureSeries = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, ModelK
 
 
 def headline_datasets(evidence: Evidence) -> dict[str, str]:
-    """Return the data set that figures show, by task family.
+    """Return the data set that figures show of each task family, as name by family.
 
     It is the average if there is one (the first of several), else the first data set.
     """
@@ -130,11 +145,15 @@ def build_family_figure(
 ) -> FigureSpec:
     """Build a figure with a panel per task family and a line per series.
 
+    Scores are in percent, of `headline_datasets`; without any, the figure has no panels.
+
     Args:
-        series: Lines, with the x position of each model.
+        key: Name of the figure's files.
+        caption: Description, to which one of the bars is added.
+        series: Name, (colour, marker) and (x position, model) pairs of each line.
         published: Published scores, which are drawn lightly; None for none.
-        dodge: Shift between neighbouring series, in units of the x axis, so that their points do
-            not cover each other.
+        dodge: Shift between neighbouring series, in units of the x axis, to keep points apart.
+        joined: Whether lines connect the points of a series.
         axis: Further fields of FigurePanel.
     """
     panels = []
@@ -184,7 +203,9 @@ def describe_bars(
 ) -> str:
     """Return caption text on the interval bars, and on hollow points if there are any.
 
-    Bars of published values are described if they are drawn.
+    Args:
+        published: Published scores, whose bars are described only if `panels` have lines of them.
+        panels: Panels of the figure.
     """
     if not has_published_lines(panels):
         published = None
@@ -208,6 +229,10 @@ def panel_title(family: str, dataset: str) -> str:
     """Return a panel's title: the task family's full name, and the data set's label.
 
     The label is left out if `dataset` is AVERAGE.
+
+    Args:
+        family: Code of the family, such as SC for "Sequence classification".
+        dataset: Name of the data set, such as sst2 for "SST-2".
     """
     name = FAMILY_LABELS.get(family, family)
     return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
@@ -216,9 +241,12 @@ def panel_title(family: str, dataset: str) -> str:
 def build_points(
     evidence: Evidence, family: str, places: Iterable[tuple[float, str, ModelKey]]
 ) -> tuple[FigurePoint, ...]:
-    """Build the points, in percent, of the models that have a score in this family.
+    """Build the points, in percent, of the models that have a score in a task family.
+
+    Others are left out. A point is hollow if runs at its learning rate collapsed.
 
     Args:
+        family: Code of the task family, such as SC.
         places: X position, data set and model of each point, in order.
     """
     points = []
@@ -387,7 +415,10 @@ def _set_x_ticks(axis: Any, panel: FigurePanel) -> None:
 def figure_to_svg(figure: Any, name: str) -> str:
     """Return a matplotlib Figure as SVG text with real text, always the same bytes.
 
+    The text starts at the svg element, without XML declaration.
+
     Args:
+        figure: Figure of matplotlib.
         name: Salt of the ids.
     """
     from matplotlib import rc_context
@@ -400,11 +431,13 @@ def figure_to_svg(figure: Any, name: str) -> str:
 
 
 def embed_svg(svg: str, name: str, alt: str) -> str:
-    """Return SVG text for the page, with the page's colours and without metadata.
+    """Return SVG text to insert into the HTML page, from that of `figure_to_svg`.
+
+    Colours become CSS variables of the page; metadata and the fixed size are removed.
 
     Args:
-        name: Prefix of the ids.
-        alt: Alternative text.
+        name: Prefix of the ids, different for each figure of the page.
+        alt: Alternative text, which is escaped here.
     """
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     for place, replacement in (

@@ -38,8 +38,12 @@ from megaenc.viz.style import BLUE, ORANGE, PURPLE, STYLES, assign_styles, forma
 def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Build the figure of the scores of CLM and MLM base models.
 
-    They are by size, or by data set if there is one size. Without both objectives there are no
-    panels.
+    Base models are finished ones of one objective with the longest budget of their size. Scores are
+    by size, or by data set if there is one size. Without both objectives there are no panels, and
+    the caption gives the reason.
+
+    Args:
+        published: Published scores to draw lightly, of the same models; None for none.
     """
     key = "objectives"
     title = "CLM and MLM"
@@ -119,7 +123,11 @@ def _build_dataset_panels(
 def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Build the figure of the scores of MLM base models over the mask ratio.
 
-    There is a line per size; below two ratios there are no panels.
+    Base models are finished ones with the longest budget of their size. There is a line per size;
+    below two ratios there are no panels, and the caption gives the reason.
+
+    Args:
+        published: Published scores to draw lightly, of the same models; None for none.
     """
     key = "mask-ratios"
     title = "Mask ratios"
@@ -155,7 +163,11 @@ def build_two_stage_mask_ratio_figure(
 ) -> FigureSpec:
     """Build the figure of scores over the mask ratio, with and without CLM first.
 
-    There are no panels unless a budget has both.
+    There is a line for each size, number of steps and of CLM steps. Unless a budget has two ratios
+    both with CLM first and without, there are no panels, and the caption gives the reason.
+
+    Args:
+        published: Published scores to draw lightly, of the same models; None for none.
     """
     key = "mask-ratios-with-clm"
     title = "Mask ratios, with and without CLM first"
@@ -218,7 +230,11 @@ def build_step_efficiency_figure(
 ) -> FigureSpec:
     """Build the figure of intermediate checkpoints' scores over training steps.
 
-    Below two numbers of steps there are no panels.
+    There is a line per objective, mask ratio and size. Below two numbers of steps there are no
+    panels, and the caption gives the reason.
+
+    Args:
+        published: Published scores to draw lightly, of the same models; None for none.
     """
     places = {
         model_key: float(model_key.steps)
@@ -241,7 +257,12 @@ def build_flop_efficiency_figure(
 ) -> FigureSpec:
     """Build the figure of intermediate checkpoints' scores over training FLOPs.
 
-    Models that are not in `flops` are left out.
+    There is a line per objective, mask ratio and size. Below two positions there are no panels, and
+    the caption gives the reason.
+
+    Args:
+        flops: Cumulative training FLOPs of each model; others are left out.
+        published: Published scores to draw lightly, of the same models; None for none.
     """
     key = "efficiency-flops"
     title = "Data efficiency by FLOP"
@@ -296,9 +317,13 @@ def _build_efficiency_figure(
 
 
 def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
-    """Build the figure of scores over the share of CLM before MLM.
+    """Build the figure of scores over the percentage of CLM steps before MLM.
 
-    There is a line per budget; without a two-stage model there are no panels.
+    There is a line per budget (size and steps) of finished models. Without a two-stage model and
+    another one of a budget there are no panels, and the caption gives the reason.
+
+    Args:
+        published: Published scores to draw lightly, of the same models; None for none.
     """
     key = "clm-shares"
     title = "CLM share at each budget"
@@ -350,7 +375,11 @@ def build_continued_pretraining_figure(
 ) -> FigureSpec:
     """Build the figure of scores over MLM steps of continued pretraining, by parent.
 
-    Parents are at 0; without continued models there are no panels.
+    Parents, the finished models from which it started, are at 0. Without continued models there are
+    no panels, and the caption gives the reason.
+
+    Args:
+        published: Published scores to draw lightly, of the same models; None for none.
     """
     key = "continued-pretraining"
     title = "Continued pretraining by length"
@@ -411,10 +440,12 @@ _PLAIN_STYLES = {
 
 
 def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
-    """Build the figure of models with other schedules next to CLM and MLM.
+    """Build the figure of models with other objective schedules next to CLM and MLM.
+
+    Positions on the x axis are the budgets (size and steps).
 
     Returns:
-        The figure; None without other schedules.
+        The figure; None if no model with a score has such a schedule.
     """
     mask = evidence.reference_mask_ratio
     recipes = group_by_recipe(select_schedule_peers(evidence.model_keys(), mask))

@@ -29,7 +29,10 @@ from megaenc.viz.style import BLUE, GREEN, ORANGE, PURPLE, assign_styles
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """Figure of the report, and one of published results that it does not contain."""
+    """Figure of the report, and one of published results that it does not contain.
+
+    `published` is None if there is none, or if `figure` shows published results itself.
+    """
 
     figure: FigureSpec
     published: FigureSpec | None = None
@@ -41,12 +44,14 @@ def build_figures(
     flops: Mapping[ModelKey, float],
     published: Evidence | None = None,
 ) -> list[ReportFigure]:
-    """Build all figures of the report, in order.
+    """Build all figures of the report but that of zero-shot retrieval, in order.
+
+    Those without the scores that they need have no panels. Nothing is drawn yet.
 
     Args:
-        runs: Pretraining runs by name, for the held-out losses.
-        flops: Training FLOPs by model.
-        published: Published results, shown in the figures or next to them.
+        runs: Pretraining runs by name, for the held-out losses; may be empty.
+        flops: Cumulative training FLOPs by model; may be empty.
+        published: Published results, shown in the figures or next to them; None for none.
     """
     published_flops = published_flops_by_model(published) if published else {}
 
@@ -91,8 +96,8 @@ def build_figures(
 def published_flops_by_model(evidence: Evidence) -> dict[ModelKey, float]:
     """Return training FLOPs, both passes, of each model with a score.
 
-    They follow from shapes and batches of the published study (`published_model_flops`). Unknown
-    sizes and models with a schedule are left out.
+    They follow from shapes and batches of the published study (`published_model_flops`), so that
+    they are wrong for other studies. Unknown sizes and models with a schedule are left out.
     """
     flops = {key: published_model_flops(key) for key in evidence.model_keys()}
     return {key: count for key, count in flops.items() if count}
@@ -112,7 +117,11 @@ _RUN_KIND_STYLES = {
 def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
     """Build the figure of pretraining runs' held-out losses over steps.
 
-    There is a panel per objective; without validations there are none.
+    Losses are nats a predicted token. There is a panel per objective that they are measured under;
+    without validations there are none, and the caption gives the reason.
+
+    Args:
+        runs: Pretraining runs by name, of `read_runs`.
     """
     key = "losses"
     title = "Held-out loss of the runs"
@@ -172,7 +181,8 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
 def build_rate_figure(evidence: Evidence) -> FigureSpec:
     """Build the figure of points lost at each fine-tuning rate against the best one.
 
-    There are lines of single models, and of the mean of each objective.
+    There are lines of single finished models, and of the mean of each objective. Without a model
+    with every seed at two learning rates there are no panels, and the caption gives the reason.
     """
     key = "learning-rates"
     title = "Sensitivity to the learning rate"
