@@ -322,7 +322,7 @@ def datasets_by_family(
 
 
 def is_average(dataset: str) -> bool:
-    """Return whether a data set name is that of a mean over a task family.
+    """Return whether a data set name stands for a mean over a task family.
 
     Such names are "average" and "average after TRAINSET".
     """

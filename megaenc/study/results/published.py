@@ -36,7 +36,8 @@ def read_published_rows() -> list[dict[str, str]]:
     """Read the 800 cells of published_results.csv, in table order.
 
     Returns:
-        A dict of text by column name for each cell.
+        A dict of text by column name for each cell: setup, size, clm_steps, mlm_steps,
+        cpt_mlm_steps, mask_ratio, task, dataset, mean and ci95 (percent).
     """
     with resources.files(__package__).joinpath(TABLES).open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
