@@ -36,8 +36,8 @@ averages over the published base and continued models."""
 class TestScope:
     """Models that a claim is tested on, and the noise between pretraining runs.
 
-    `judge` builds two for each claim: one without noise, for the trained models, and one with it,
-    for another pretraining run of the same recipes.
+    `judge` builds two for each claim: one with `noise` None, for the trained models, and one with
+    the noise, for another pretraining run of the same recipes.
     """
 
     __test__ = False  # pytest collects classes by name

@@ -80,9 +80,10 @@ def judge_mlm_equals_clm(scope: TestScope) -> PendingVerdict:
 def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> PendingVerdict:
     """Test claim 1d or 1e: the gap between MLM and CLM narrows or widens with size.
 
-    A gap must exist and change with the rank of the size: the larger p of both tests counts,
-    uncorrected. The result has no comparisons below two sizes, and only a requirement if the order
-    of the sizes is unknown or their data sets differ.
+    The gap is the score of MLM less that of CLM, at equal steps. It must exist and change with the
+    rank of the size: the larger p of both tests counts, uncorrected. The result has no comparisons
+    below two sizes, and only a requirement if the order of the sizes is unknown or their data sets
+    differ.
 
     Args:
         family: Code of the task family of the scores.

@@ -70,7 +70,11 @@ SCORES = "scores.csv"
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Options of `megaenc study report`; each field is a flag."""
+    """Options of `megaenc study report`.
+
+    Each field is a flag. Paths are text, empty if not given; `results` is required unless
+    `published` is set.
+    """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
     """manifest of the study, which defines its models; without it, models are recognised by the

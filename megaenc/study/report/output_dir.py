@@ -97,9 +97,10 @@ def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection
 
 
 def remove_stale_files(output: Path, earlier: Collection[str], names: Collection[str]) -> None:
-    """Delete the `earlier` files that are not in `names`, and list only `names`.
+    """Delete the `earlier` files that are not in `names`, and list `names` only.
 
-    Names are relative to `output`. Files that cannot be deleted are left.
+    The list is files.txt in `output`, to which all names are relative. Files that cannot be deleted
+    are left.
     """
     for name in set(earlier).difference(names):
         with contextlib.suppress(OSError):

@@ -97,7 +97,8 @@ def _build_columns(places: Iterable[ScoreColumn]) -> list[Column]:
 def build_score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
     """Build a table of the study's score for each kind of pretraining that has models.
 
-    Kinds are those of `group_by_setup`; a row is a model, a column a data set, in percent.
+    Kinds are those of `group_by_setup`; a row is a model, a column a data set. Cells are mean and
+    half the 95 % interval in percent, with marks for collapsed and missing runs.
 
     Args:
         published: Published scores, shown below the same model; None for none.

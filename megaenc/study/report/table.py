@@ -26,7 +26,10 @@ class Column:
 
 @dataclass(frozen=True)
 class TableRow:
-    """Row of a table, with one cell per column."""
+    """Row of a table, with one cell per column.
+
+    A cell is text, a count, or None if it is empty.
+    """
 
     cells: tuple[CellValue, ...]
     light: bool = False

@@ -142,7 +142,8 @@ class Score:
 class GridStatus:
     """State of a model's fine-tuning runs on one data set.
 
-    A grid has a run for each learning rate and seed. `build_evidence` builds it.
+    A grid has a run for each learning rate and seed; `collapsed_by_run` has those that ended.
+    `build_evidence` builds it.
     """
 
     model: str
@@ -236,8 +237,8 @@ class Evidence:
     def group_by_setup(self, model_keys: Iterable[ModelKey] | None = None) -> Groups:
         """Return model keys by kind of pretraining: "base", "efficiency", "pfs", ...
 
-        The kinds and the order are those of `groups.group_by_setup`, with the planned models and
-        sizes of this study; kinds without models are left out.
+        Kinds and order are those of `megaenc.study.results.groups.group_by_setup`, with the planned
+        models and sizes of this study; kinds without models are left out.
 
         Args:
             model_keys: Keys to group; None for those of all models with a score.

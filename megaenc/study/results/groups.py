@@ -144,9 +144,9 @@ def group_by_setup(
     """Return model keys by kind of pretraining; a key may be in several, or in none.
 
     Kinds without models are left out. "base" are models of one objective with the longest budget of
-    their size that CLM and MLM share, "efficiency" intermediate checkpoints, "pfs" two-stage models
-    and their CLM and MLM peers of the same budget, "cpt" continued models and their parents,
-    "other" models with a schedule. Keys are sorted by size, then by recipe and seed.
+    their size that CLM and MLM share, "efficiency" intermediate checkpoints, "pfs" (from scratch)
+    two-stage models and their CLM and MLM peers of the same budget, "cpt" continued models and
+    their parents, "other" models with a schedule. Keys are sorted by size, then by recipe and seed.
 
     Args:
         planned: Keys of all planned models, which decide on budgets and parents too, so that a

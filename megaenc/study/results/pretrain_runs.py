@@ -126,7 +126,7 @@ def flops_by_model(
     RUN-STEP has the FLOPs logged at that step, and is left out without a row of it.
 
     Args:
-        runs: Runs by name.
+        runs: Runs by name, of `read_runs`.
         model_keys: Key of each model by name.
     """
     flops = {}

@@ -30,8 +30,8 @@ _SEED_FILE = re.compile(r"seed-(\d{1,9})")
 class ZeroShotResults:
     """Zero-shot retrieval scores of a study's models, of BM25 and of a random ranking.
 
-    `read_zero_shot` builds it. A Place is (model, data set, measure); measures are METRIC and
-    RECALL. Scores are fractions, with one for each query.
+    `read_zero_shot` builds it. A Place is (model, data set, measure), with the measures "ndcg@10"
+    and "recall@100". Scores are fractions, with one for each query.
     """
 
     pretrained: Mapping[Place, QueryScores]

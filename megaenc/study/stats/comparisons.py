@@ -276,9 +276,10 @@ class Comparison:
 class Contrast:
     """Weighted scores, left less right side, by pretraining seed.
 
-    `build_contrasts` builds it. `names` are those of the left and the right side, `where` what they
-    share, such as "610M, 42,000 steps", `family` the code of the task family, and `dataset` a data
-    set or a label of several.
+    `build_contrasts` builds it. `terms` has the (weight, score) pairs of each seed, positive for
+    the left side, whose sum is tested. `names` are those of the left and the right side, `where`
+    what they share, such as "610M, 42,000 steps", `family` the code of the task family, and
+    `dataset` a data set or a label of several.
     """
 
     names: tuple[str, str]
@@ -334,8 +335,8 @@ def family_terms(
         family: Code of the task family, such as SC.
 
     Returns:
-        A label of the data sets, and the (weight, score) terms of each model, in the order of
-        `model_keys`. None without models or a common data set.
+        A label of the data sets, and a list of (weight, score) for each model, in the order of
+        `model_keys`; weights of a model add up to 1. None without models or a common data set.
     """
     if not model_keys:
         return None

@@ -199,7 +199,8 @@ def welch_satterthwaite_test(
     counts as known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
 
     Args:
-        seed_variances: (variance, degrees of freedom) of each part of the difference.
+        seed_variances: (variance, degrees of freedom) of each part of the difference, in its
+            squared unit.
         example_variance: Variance due to test examples; NaN if unknown, for a test over seeds only.
         seed_count: Number of seeds that is put into the result; it has no effect on the test.
     """
@@ -232,7 +233,7 @@ def welch_from_intervals(
         means: Means of independent scores.
         half_widths: 1.96 * sd / sqrt(seeds) of each mean; NaN if unknown, then there is no p.
         weights: Weight of each mean, such as 1 and -1 for a difference.
-        seeds: Number of seeds of each mean.
+        seeds: Number of seeds of each mean, at least two.
         run_variances: (variance, degrees of freedom) of the noise between pretraining runs.
     """
     mean_variances = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
@@ -345,9 +346,9 @@ def required_seeds(
     target_power: float = 0.8,
     max_seeds: int = 10_000,
 ) -> int | None:
-    """Return the fewest seeds that give a two-sided t test at p < 0.05 a power.
+    """Return the fewest seeds with which a two-sided t test has a power.
 
-    More seeds never make up for too few examples.
+    The test is that of `t_test_power`. More seeds never make up for too few examples.
 
     Args:
         difference: True mean; its sign has no effect.
@@ -374,14 +375,12 @@ def required_seeds(
 def rate_variance_pseudo_values(scores: np.ndarray) -> np.ndarray:
     """Return jackknife pseudo-values of the variance of scores between rates.
 
-    Their mean is the variance component (MS_rates - MS_residual) / S of a two-way analysis of
-    variance, to which noise adds nothing on average; they can be tested by t (Tukey; Arvesen 1969).
+    They are float[S], or float[1] for two seeds. Their mean is the variance component (MS_rates -
+    MS_residual) / S of a two-way analysis of variance, to which noise adds nothing on average; they
+    can be tested by t (Tukey; Arvesen 1969).
 
     Args:
         scores: Scores of R rates and S seeds, float[R, S].
-
-    Returns:
-        float[S]; float[1] for two seeds.
 
     Raises:
         ValueError: There are fewer than two rates or seeds.

@@ -35,7 +35,8 @@ class ScoreRows:
     """Summed scores of the left and the right side, by seed and by example.
 
     `left` and `right` are float[S], as fractions, by pretraining seed, or by fine-tuning seed if
-    there is only one run.
+    there is only one run. `examples` are their differences, float[S, N], by (task family, data
+    set).
     """
 
     left: np.ndarray

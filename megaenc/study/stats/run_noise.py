@@ -106,13 +106,14 @@ UNKNOWN_NOISE = RunNoise()
 def parse_run_noise(texts: Sequence[str]) -> RunNoise | None:
     """Parse `--run-noise` texts FAMILY=POINTS, such as SC=0.5.
 
-    Of several texts with the same family, the last counts.
+    Points are a standard deviation between pretraining runs, in percent of the score; the result
+    has fractions. Of several texts with the same family, the last counts. None without any text.
 
-    Returns:
-        The given standard deviations; None without any text.
+    Args:
+        texts: Texts with the families SC, TC, QA, IR or ZS.
 
     Raises:
-        InputError: A text has an unknown family or no finite number from 0.
+        InputError: A text has another family or no finite number from 0.
     """
     given = {}
     for text in texts:
