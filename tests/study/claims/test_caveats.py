@@ -25,8 +25,10 @@ def test_a_verdict_says_what_it_is_about():
         "by how much another pretraining run differs is unknown here: pretrain with several seeds, "
         "or state --run-noise"
     )
-    unknown = {name: one for name, one in by_claim(mini(5)).items() if one.verdict != "no data"}
-    assert all(sentence in one.reason for one in unknown.values())
+    unknown = {
+        name: verdict for name, verdict in by_claim(mini(5)).items() if verdict.verdict != "no data"
+    }
+    assert all(sentence in verdict.reason for verdict in unknown.values())
     assert unknown["4a"].label == "holds for these runs" and math.isnan(unknown["4a"].p_another_run)
     quiet = parse_run_noise(["SC=0.01", "IR=0.01"])
     loud = parse_run_noise(["SC=9", "IR=9"])
@@ -38,7 +40,8 @@ def test_a_verdict_says_what_it_is_about():
     assert by_claim(mini(5), noise=loud)["4a"].label == "holds for these runs"
     several = judge(mini(5, pretraining_seeds=(1, 2)))
     assert all(
-        "nother pretraining run" not in one.reason and one.label == one.verdict for one in several
+        "nother pretraining run" not in verdict.reason and verdict.label == verdict.verdict
+        for verdict in several
     )
 
 
@@ -56,7 +59,11 @@ def test_the_published_noise_is_that_of_the_curves():
     sizes = ("210m", "610m", "1b")
     ratios = (20, 30, 40, 50)
     rows = [
-        [*(of == size for of in sizes), *((of == size) * ratio for of in sizes), ratio**2]
+        [
+            *(other_size == size for other_size in sizes),
+            *((other_size == size) * ratio for other_size in sizes),
+            ratio**2,
+        ]
         for size in sizes
         for ratio in ratios
     ]
@@ -78,26 +85,39 @@ def test_the_published_noise_is_that_of_the_curves():
 def collapsed(evidence, where, runs=5):
     """The same with worthless predictions in so many runs at the chosen rate."""
     return Evidence(
-        [dataclasses.replace(one, collapsed_at_rate=runs * where(one)) for one in evidence.scores]
+        [
+            dataclasses.replace(score, collapsed_at_rate=runs * where(score))
+            for score in evidence.scores
+        ]
     )
 
 
 def test_collapsed_models_count_once_as_such_and_once_left_out():
     evidence = mini(5, families=(("SC", "toy_sc"), ("TC", "toy_tc"), ("IR", "toy_ir")))
-    every = by_claim(collapsed(evidence, lambda one: one.family == "TC"))["1c"]
+    all_collapsed = by_claim(collapsed(evidence, lambda score: score.family == "TC"))["1c"]
     assert (
-        every.overall is not None and "nothing is left without the collapsed models" in every.reason
+        all_collapsed.overall is not None
+        and "nothing is left without the collapsed models" in all_collapsed.reason
     )
-    assert "A side has collapsed: TC at tiny (MLM 15 % and CLM collapsed)." in every.reason
-    some = by_claim(
-        collapsed(evidence, lambda one: one.family == "SC" and one.model_key.clm_steps == 10)
+    assert "A side has collapsed: TC at tiny (MLM 15 % and CLM collapsed)." in all_collapsed.reason
+    some_collapsed = by_claim(
+        collapsed(evidence, lambda score: score.family == "SC" and score.model_key.clm_steps == 10)
     )["4a"]
-    assert [one.verdict for one in some.comparisons] == ["holds", "holds", "holds"]
-    assert some.comparisons[0].where == "tiny, 40 steps, 15 % (25 % CLM, then MLM collapsed)"
-    assert some.verdict == "holds" and "without the collapsed models holds (p " in some.reason
+    assert [comparison.verdict for comparison in some_collapsed.comparisons] == [
+        "holds",
+        "holds",
+        "holds",
+    ]
+    assert (
+        some_collapsed.comparisons[0].where == "tiny, 40 steps, 15 % (25 % CLM, then MLM collapsed)"
+    )
+    assert (
+        some_collapsed.verdict == "holds"
+        and "without the collapsed models holds (p " in some_collapsed.reason
+    )
     # One seed of five: its score says so
-    few = by_claim(collapsed(evidence, lambda one: True, runs=1))["4a"]
-    assert not any(one.collapsed for one in few.comparisons)
+    few_collapsed = by_claim(collapsed(evidence, lambda score: True, runs=1))["4a"]
+    assert not any(comparison.collapsed for comparison in few_collapsed.comparisons)
 
 
 def test_a_model_that_always_collapses_is_evidence():
@@ -140,10 +160,14 @@ def test_a_family_counts_as_without_the_collapsed_models_too():
                     mlm, mean=0.5, seed_scores=dict.fromkeys(range(5), 0.5), collapsed_at_rate=5
                 )
             scores += [
-                dataclasses.replace(one, family=family, dataset=dataset) for one in (quarter, mlm)
+                dataclasses.replace(score, family=family, dataset=dataset)
+                for score in (quarter, mlm)
             ]
     found = verdict_on("4a", scores)
-    verdicts = {one.family: (one.verdict, one.p_adjusted) for one in found.families}
+    verdicts = {
+        comparison.family: (comparison.verdict, comparison.p_adjusted)
+        for comparison in found.families
+    }
     assert verdicts["SC"] == ("not resolved", 1.0) and verdicts["TC"][0] == "reversed"
     assert found.verdict != "holds" and "without the collapsed models reversed" in found.reason
 
@@ -204,8 +228,8 @@ def test_a_collapsed_ratio_decides_no_claim_on_ratios():
     # Beaten by its collapse only
     best = verdict_on("6a", [*ratios("SC", falling), *ratios("IR", falling, 0.1)])
     assert best.verdict == "not resolved" and "without the collapsed models" in best.reason
-    apart = {ratio: 0.8 + 0.01 * at for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5))}
-    near = {ratio: 0.8 + 0.002 * at for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5))}
+    apart = {ratio: 0.8 + 0.01 * index for index, ratio in enumerate((0.2, 0.3, 0.4, 0.5))}
+    near = {ratio: 0.8 + 0.002 * index for index, ratio in enumerate((0.2, 0.3, 0.4, 0.5))}
     after_clm = ratios("SC", apart, clm_steps=300)
     assert verdict_on("6c", [*ratios("SC", near), *after_clm]).verdict == "reversed"
     assert verdict_on("6c", [*ratios("SC", near, 0.2), *after_clm]).verdict == "not resolved"

@@ -105,8 +105,10 @@ def test_another_run_is_tested_over_the_sizes_and_noisier_seeds_are_no_sensitivi
                 )
             )
     assert verdict_on("3", scores).label == "holds"
-    one = verdict_on("3", scores[:2])
-    assert one.label == "holds for these runs" and "pretrain with several seeds." in one.reason
+    verdict = verdict_on("3", scores[:2])
+    assert (
+        verdict.label == "holds for these runs" and "pretrain with several seeds." in verdict.reason
+    )
     # The same of both: best less worst mean would be against MLM
     losses = {
         1e-4: 0.0,
@@ -122,12 +124,12 @@ def test_spreads_over_mask_ratios():
     random = np.random.default_rng(0)
     scores = []
     for clm_steps, apart in ((0, 0.05), (30, 0.01)):
-        for at, ratio in enumerate((0.2, 0.3, 0.4, 0.5)):
+        for index, ratio in enumerate((0.2, 0.3, 0.4, 0.5)):
             setting = ModelKey(
                 "tiny", clm_steps=clm_steps, mlm_steps=40 - clm_steps, mask_ratio=ratio
             )
             by_seed = {
-                seed: 0.8 - apart * at + 0.001 * random.standard_normal() for seed in range(5)
+                seed: 0.8 - apart * index + 0.001 * random.standard_normal() for seed in range(5)
             }
             scores.append(
                 Score(format_model_name(setting), setting, "SC", "toy", 0.8, 0.01, by_seed)

@@ -19,10 +19,10 @@ def gap_by_words(scope: StudyScope, gaps=(0.01, 0.03, 0.05)):
     Models are read in the order of their names.
     """
     scores = []
-    for number, (size, gap) in enumerate(zip(("large", "medium", "small"), gaps, strict=True)):
+    for index, (size, gap) in enumerate(zip(("large", "medium", "small"), gaps, strict=True)):
         scores += [
-            replace(one, family="IR", dataset="nq")
-            for one in sized(size, [1], gap, runs=0, random=number)
+            replace(score, family="IR", dataset="nq")
+            for score in sized(size, [1], gap, runs=0, random=index)
         ]
     return by_claim(Evidence(scores, scope=scope))["1d"]
 
@@ -46,12 +46,12 @@ def test_the_end_and_the_ratio_of_a_half_done_study_are_the_planned_ones():
         {score.model: score.model_key for score in published().scores}, ("210M", "610M", "1B")
     )
 
-    def half(one):  # CLM is done, MLM has its shorter budget alone
+    def half(key):  # CLM is done, MLM has its shorter budget alone
         return (
-            one.size == "610M"
-            and one.decayed
-            and not one.cpt_mlm_steps
-            and (one.steps == 22_000 or one.clm_steps == 42_000)
+            key.size == "610M"
+            and key.decayed
+            and not key.cpt_mlm_steps
+            and (key.steps == 22_000 or key.clm_steps == 42_000)
         )
 
     # All that there is
@@ -61,8 +61,8 @@ def test_the_end_and_the_ratio_of_a_half_done_study_are_the_planned_ones():
     assert ModelSelector(only(half, plan)).final_pairs() == {}
     assert judge(only(half, plan))[0].verdict == "no data"
 
-    def without(one):
-        return one.size == "210M" and one.mask_ratio != 0.4
+    def without(key):
+        return key.size == "210M" and key.mask_ratio != 0.4
 
     assert (
         ModelSelector(only(without)).mlm != "MLM 40 %"
@@ -73,12 +73,12 @@ def test_the_end_and_the_ratio_of_a_half_done_study_are_the_planned_ones():
 @pytest.mark.parametrize("budget", [100, 0])
 def test_early_is_of_the_run_that_a_checkpoint_is_on_the_way_of(budget):
     scores = []
-    for at in (10, 20, 40):
-        for one in (
-            ModelKey("tiny", at, decayed=False, budget=budget),
-            ModelKey("tiny", 0, at, mask_ratio=0.4, decayed=False),
+    for step in (10, 20, 40):
+        for key in (
+            ModelKey("tiny", step, decayed=False, budget=budget),
+            ModelKey("tiny", 0, step, mask_ratio=0.4, decayed=False),
         ):
-            scores.append(Score(f"{one}", one, "SC", "sst2", 0.5 + at / 1000, 0.01))
+            scores.append(Score(f"{key}", key, "SC", "sst2", 0.5 + step / 1000, 0.01))
     found = verdict_on("2", scores)
     assert ("early is step 10, 20;" in found.reason) == (budget == 100) and (
         "early is step 10;" in found.reason

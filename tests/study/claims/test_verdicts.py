@@ -35,57 +35,63 @@ def test_false_alarms_in_studies_without_differences():
     or three of them.
     """
     alarms = 0
-    whole = []
+    pooled = []
     single = []
-    for number in range(200):
-        world = NULLS[number % len(NULLS)]
-        found = simulated.verdicts(number, examples=200, **world)
-        alarms += any(simulated.false_alarm(one, another_run="runs" in world) for one in found)
+    for study_index in range(200):
+        world = NULLS[study_index % len(NULLS)]
+        found = simulated.verdicts(study_index, examples=200, **world)
+        alarms += any(
+            simulated.false_alarm(verdict, another_run="runs" in world) for verdict in found
+        )
         names = simulated.OF_EQUALITY
         directional = [
-            one
-            for one in found
-            if one.overall is not None and f"{one.claim}{one.part}" not in names
+            verdict
+            for verdict in found
+            if verdict.overall is not None and f"{verdict.claim}{verdict.part}" not in names
         ]
         # Where runs differ and only one is known, tests of these models are not at their level
         if world == NULLS[-1]:
             continue
-        whole += [one.overall.p < 0.05 for one in directional]
-        single += [comparison.p < 0.05 for one in directional for comparison in one.comparisons]
+        pooled += [verdict.overall.p < 0.05 for verdict in directional]
+        single += [
+            comparison.p < 0.05 for verdict in directional for comparison in verdict.comparisons
+        ]
     assert alarms <= stats.binom.ppf(0.995, 200, 0.05) == 19
     # Not because they never say anything: before any correction they are at their level, pooled and
     # alone.
-    assert 0.03 < np.mean(whole) < 0.07 and 0.03 < np.mean(single) < 0.07
+    assert 0.03 < np.mean(pooled) < 0.07 and 0.03 < np.mean(single) < 0.07
 
 
-def only_mlm(one):
-    return one.mlm_steps > 0 and not one.clm_steps and not one.cpt_mlm_steps and one.decayed
+def only_mlm(key):
+    return key.mlm_steps > 0 and not key.clm_steps and not key.cpt_mlm_steps and key.decayed
 
 
 PLANTED = {  # what is better by so many logits, if the claim holds; with -1 the other way round
-    "1a": lambda one, family, way: way * 0.4 * (only_mlm(one) and family == TaskFamily.SC),
-    "1d": lambda one, family, way: (
-        only_mlm(one)
+    "1a": lambda key, family, sign: sign * 0.4 * (only_mlm(key) and family == TaskFamily.SC),
+    "1d": lambda key, family, sign: (
+        only_mlm(key)
         * (family == TaskFamily.IR)
-        * {"210M": 0.5 + way * 0.3, "610M": 0.5, "1B": 0.5 - way * 0.3}[one.size]
+        * {"210M": 0.5 + sign * 0.3, "610M": 0.5, "1B": 0.5 - sign * 0.3}[key.size]
     ),
-    "2": lambda one, family, way: (
-        way * 0.4 * (not one.decayed and not one.mlm_steps and one.steps <= 10_000)
+    "2": lambda key, family, sign: (
+        sign * 0.4 * (not key.decayed and not key.mlm_steps and key.steps <= 10_000)
     ),
-    "4a": lambda one, family, way: way * 0.3 * (one.mlm_steps > 0 and 0.2 < one.clm_share < 0.3),
-    "5a": lambda one, family, way: way * 0.3 * (one.clm_steps > 0 and one.cpt_mlm_steps == 22_000),
-    "6b": lambda one, family, way: (
-        way * 2.0 * (only_mlm(one) and family == TaskFamily.IR) * ((one.mask_ratio or 0) - 0.35)
+    "4a": lambda key, family, sign: sign * 0.3 * (key.mlm_steps > 0 and 0.2 < key.clm_share < 0.3),
+    "5a": lambda key, family, sign: (
+        sign * 0.3 * (key.clm_steps > 0 and key.cpt_mlm_steps == 22_000)
+    ),
+    "6b": lambda key, family, sign: (
+        sign * 2.0 * (only_mlm(key) and family == TaskFamily.IR) * ((key.mask_ratio or 0) - 0.35)
     ),
 }
 
 
 @pytest.mark.parametrize("claim", PLANTED)
-@pytest.mark.parametrize(("way", "expected"), [(1, "holds"), (-1, "reversed")])
-def test_planted_effects_are_found_with_their_sign(claim, way, expected):
+@pytest.mark.parametrize(("sign", "expected"), [(1, "holds"), (-1, "reversed")])
+def test_planted_effects_are_found_with_their_sign(claim, sign, expected):
     plant = PLANTED[claim]
     found = by_claim(
-        simulated.study(3, lambda one, family: plant(one, family, way), quiet=True, examples=1000)
+        simulated.study(3, lambda key, family: plant(key, family, sign), quiet=True, examples=1000)
     )
     assert found[claim].verdict == expected
     # Which touch nothing that another one looks at, but for the longest run of CLM and MLM both
@@ -94,21 +100,23 @@ def test_planted_effects_are_found_with_their_sign(claim, way, expected):
         "4a",
     ):
         others = [
-            one.verdict
-            for name, one in found.items()
+            verdict.verdict
+            for name, verdict in found.items()
             if name not in (claim, *simulated.OF_EQUALITY)
         ]
         assert set(others) <= {"not resolved", "no data"}
 
 
-@pytest.mark.parametrize(("way", "expected"), [(1, "holds"), (-1, "reversed")])
-def test_planted_effects_are_found_where_sizes_have_unequal_runs(way, expected):
+@pytest.mark.parametrize(("sign", "expected"), [(1, "holds"), (-1, "reversed")])
+def test_planted_effects_are_found_where_sizes_have_unequal_runs(sign, expected):
     """A run of the pretraining is a point better or worse; the largest size has one."""
     runs = {"pretrained": {"210M": 5, "610M": 3}, "runs": 0.01}
     found = by_claim(
-        simulated.study(4, lambda one, family: PLANTED["1a"](one, family, way), quiet=True, **runs)
+        simulated.study(4, lambda key, family: PLANTED["1a"](key, family, sign), quiet=True, **runs)
     )["1a"]
-    assert found.verdict == expected and [one.pretraining_runs for one in found.comparisons] == [
+    assert found.verdict == expected and [
+        comparison.pretraining_runs for comparison in found.comparisons
+    ] == [
         5,
         3,
         1,
@@ -123,7 +131,7 @@ def test_planted_effects_are_found_where_sizes_have_unequal_runs(way, expected):
 def test_about_equal_is_within_the_margin_of_the_family(gap, expected):
     """Of 0.3 points on TC; 1.8 points would make a point equal on SC."""
     scores = [
-        replace(one, family="TC", dataset="uner_en") for one in sized("10M", [1], gap, runs=0)
+        replace(score, family="TC", dataset="uner_en") for score in sized("10M", [1], gap, runs=0)
     ]
     assert verdict_on("1c", scores).verdict == expected
 
@@ -154,15 +162,15 @@ def test_comparable_is_not_lower_in_any_family(on_tc, on_sc, expected):
 
 
 def test_no_single_best_ratio_and_one():
-    def some_here_some_there(one, family):
+    def some_here_some_there(key, family):
         return (
             0.5
-            * only_mlm(one)
-            * (((one.mask_ratio or 0) > 0.35) == (family in (TaskFamily.SC, TaskFamily.TC)))
+            * only_mlm(key)
+            * (((key.mask_ratio or 0) > 0.35) == (family in (TaskFamily.SC, TaskFamily.TC)))
         )
 
-    def one_everywhere(one, family):
-        return 0.5 * (only_mlm(one) and one.mask_ratio == 0.3)
+    def one_everywhere(key, family):
+        return 0.5 * (only_mlm(key) and key.mask_ratio == 0.3)
 
     found = by_claim(simulated.study(0, some_here_some_there, quiet=True, examples=500))["6a"]
     assert (
@@ -205,7 +213,10 @@ def test_the_published_tables():
         in found["2"].reason
     )
     assert "QA -15.71 points after 2,000 steps" in found["5a"].reason
-    families = {one.family: (round(one.difference, 2), one.verdict) for one in found["5a"].families}
+    families = {
+        comparison.family: (round(comparison.difference, 2), comparison.verdict)
+        for comparison in found["5a"].families
+    }
     assert families == {
         "SC": (0.93, "holds"), "TC": (0.59, "holds"), "QA": (-1.04, "reversed"), "IR": (0.25,
                                                                                         "not "
@@ -229,7 +240,9 @@ def test_the_margins_are_the_spread_of_the_published_models():
 def test_any_manifest_can_be_judged():
     found = by_claim(mini(5))
     quarter = found["4a"]
-    assert quarter.verdict == "holds" and [one.dataset for one in quarter.comparisons] == [
+    assert quarter.verdict == "holds" and [
+        comparison.dataset for comparison in quarter.comparisons
+    ] == [
         "toy_sc",
         "toy_ir",
     ]
@@ -241,18 +254,18 @@ def test_any_manifest_can_be_judged():
     assert "MLM 15 %" in found["1a"].question
     assert quarter.overall.seeds_needed == 3 and quarter.overall.effect > 3
     nothing = judge(Evidence([]))
-    assert {one.verdict for one in nothing} == {"no data"} and all(
-        one.reason.startswith("Needs ") for one in nothing
+    assert {verdict.verdict for verdict in nothing} == {"no data"} and all(
+        verdict.reason.startswith("Needs ") for verdict in nothing
     )
 
 
 def test_one_seed_is_never_a_verdict():
     """Another seed might differ, however many examples there are."""
-    every = by_claim(mini(1, examples=5000, families=(*TWO, ("TC", "toy_tc"))))
-    assert {one.verdict for one in every.values()} == {"not resolved", "no data"}
-    assert abs(every["1c"].overall.difference) < 0.5 and math.isnan(every["1c"].overall.p)
-    found = every["4a"]
+    verdicts = by_claim(mini(1, examples=5000, families=(*TWO, ("TC", "toy_tc"))))
+    assert {verdict.verdict for verdict in verdicts.values()} == {"not resolved", "no data"}
+    assert abs(verdicts["1c"].overall.difference) < 0.5 and math.isnan(verdicts["1c"].overall.p)
+    found = verdicts["4a"]
     assert (
         found.verdict == "not resolved" and "the variation between seeds is unknown" in found.reason
     )
-    assert all(math.isnan(one.p) and one.low > 0 for one in found.comparisons)
+    assert all(math.isnan(comparison.p) and comparison.low > 0 for comparison in found.comparisons)

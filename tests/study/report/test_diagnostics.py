@@ -124,7 +124,7 @@ def test_variances_and_seeds_needed_are_those_of_the_statistics():
     parts = [variance_components(block.mean(1), [block]) for block in blocks]
     of_seeds = math.sqrt(np.mean([part.seed_variance for part in parts]))
     of_examples = math.sqrt(np.mean([part.example_variance for part in parts]))
-    spreads = [f"{100 * each:.2f}" for each in (math.sqrt(5) * of_seeds, of_seeds, of_examples)]
+    spreads = [f"{100 * std:.2f}" for std in (math.sqrt(5) * of_seeds, of_seeds, of_examples)]
     less = blocks[0] - blocks[1]
     needed = [
         required_seeds(wanted, variance_components(less.mean(1), [less]), 5)

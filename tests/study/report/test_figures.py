@@ -163,8 +163,12 @@ def test_published_values_lie_behind_the_same_models_with_thin_bars_and_beside_o
         and "published ones are 1.96 standard errors over 5" in caption
     )
     others = build_figures(ours, runs, flops_by_model(runs, settings()), published())
-    assert [one.figure.key for one in others if not one.figure.panels] == []
-    beside = [one.figure.key for one in others if one.published is not None]
+    assert [
+        report_figure.figure.key for report_figure in others if not report_figure.figure.panels
+    ] == []
+    beside = [
+        report_figure.figure.key for report_figure in others if report_figure.published is not None
+    ]
     assert beside == [
         "objectives",
         "mask-ratios",
@@ -173,26 +177,33 @@ def test_published_values_lie_behind_the_same_models_with_thin_bars_and_beside_o
         "clm-shares",
         "continued-pretraining",
     ]
-    for one in others:
-        if one.published is not None:
+    for report_figure in others:
+        if report_figure.published is not None:
             said = (
                 "1.96 standard errors over 3 fine-tuning seeds, which hold the true mean 81 times "
                 "in 100"
             )
-            assert said in one.figure.caption and "88 times in 100" in one.published.caption
+            assert (
+                said in report_figure.figure.caption
+                and "88 times in 100" in report_figure.published.caption
+            )
 
 
 def test_all_that_tables_alone_allow():
     shown = build_figures(published(), {}, published_flops_by_model(published()))
-    without = [one.figure for one in shown if not one.figure.panels]
-    assert [one.key for one in without] == ["mask-ratios-with-clm", "learning-rates", "losses"]
-    assert all(one.caption.endswith(".") for one in without)
+    without = [figure.figure for figure in shown if not figure.figure.panels]
+    assert [figure.key for figure in without] == [
+        "mask-ratios-with-clm",
+        "learning-rates",
+        "losses",
+    ]
+    assert all(figure.caption.endswith(".") for figure in without)
 
 
 def test_another_seed_of_the_pretraining_is_points_without_a_line():
     keys = [
-        ModelKey("1B", 0, at, mask_ratio=0.4, decayed=False, seed=seed)
-        for at in (10, 20)
+        ModelKey("1B", 0, step, mask_ratio=0.4, decayed=False, seed=seed)
+        for step in (10, 20)
         for seed in (1, 2)
     ]
     [first, second] = objectives.build_step_efficiency_figure(made_of(*keys)).panels[0].lines
@@ -207,8 +218,8 @@ def test_another_seed_of_the_pretraining_is_points_without_a_line():
 
 def test_points_of_collapsed_models_are_hollow(ours):
     scores = [
-        dataclasses.replace(one, collapsed_at_rate=one.model_key.clm_steps // 300)
-        for one in ours.scores
+        dataclasses.replace(score, collapsed_at_rate=score.model_key.clm_steps // 300)
+        for score in ours.scores
     ]
     picture = objectives.build_objectives_figure(Evidence(scores))
     assert {name: line.points[0].collapsed for name, line in lines(picture).items()} == {
@@ -254,12 +265,12 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
     assert list(points(picture, turns.schedule).values()) == [52.1]
     assert objectives.build_schedule_figure(made_of(*plain)) is None
     seeds = [
-        dataclasses.replace(one, model_key=dataclasses.replace(one.model_key, seed=2))
-        for one in evidence.scores
+        dataclasses.replace(score, model_key=dataclasses.replace(score.model_key, seed=2))
+        for score in evidence.scores
     ]
     several = objectives.build_schedule_figure(Evidence([*evidence.scores, *seeds]))
     assert {name: (line.colour, line.marker) for name, line in lines(several).items()} == looks
-    assert [one.figure.key for one in build_figures(evidence, {}, {})][-2:] == [
+    assert [report_figure.figure.key for report_figure in build_figures(evidence, {}, {})][-2:] == [
         "other-schedules",
         "losses",
     ]
@@ -267,9 +278,9 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
 
 def test_a_schedule_without_mlm_of_as_many_steps_is_drawn_next_to_every_budget():
     plain = [MLM, ModelKey("610M", 40_000), parse_model_name("610m-clm-10k-mlm40-40k")]
-    other = ModelKey("610M", 0, 50_000, mask_ratio=0.5, schedule="diffusion")
+    key = ModelKey("610M", 0, 50_000, mask_ratio=0.5, schedule="diffusion")
     picture = objectives.build_schedule_figure(
-        made_of(*plain, other, dataclasses.replace(MLM, size="1B"))
+        made_of(*plain, key, dataclasses.replace(MLM, size="1B"))
     )
     assert set(lines(picture)) == {"MLM", "CLM", "25 % CLM, then MLM", "diffusion"}
     assert picture.panels[0].ticks == {0: "40k", 1: "42k", 2: "50k"}

@@ -41,9 +41,7 @@ def test_a_whole_tree_lacks_nothing_and_has_the_sets_of_the_tables(tree):
     shutil.copytree(tree / MODEL / "QA/squad", tree / MODEL / "QA/qed")
     report, tables = report_of(tree)
     assert not report.notices and "missing-results" not in tables
-    [position] = [
-        number for number, row in enumerate(tables["base"].rows) if row.name == "published"
-    ]
+    [position] = [index for index, row in enumerate(tables["base"].rows) if row.name == "published"]
     scores = tables["base"].rows[position - 1].cells[-4:]
     printed = tables["base"].rows[position].cells[-4:]
     assert (

@@ -32,9 +32,9 @@ def study(tmp_path_factory):
     """Results and runs of the models of the manifest, and what was noted beside them."""
     root = tmp_path_factory.mktemp("study")
     models = {
-        name: one
-        for name, one in settings().items()
-        if one.decayed and one.steps == 300 and one.mask_ratio != 0.2
+        name: key
+        for name, key in settings().items()
+        if key.decayed and key.steps == 300 and key.mask_ratio != 0.2
     }
     write_results(root / "results", models)
     write_runs(root / "runs", models)
@@ -75,9 +75,11 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     )
     (tmp_path / "outside.csv").touch()
     # One figure stands for all: the others are drawn by the same lines.
-    every = report_command.build_figures
+    build_all = report_command.build_figures
     monkeypatch.setattr(
-        report_command, "build_figures", lambda *given: [every(*given)[0], every(*given)[-1]]
+        report_command,
+        "build_figures",
+        lambda *given: [build_all(*given)[0], build_all(*given)[-1]],
     )
     flags = [
         f"{study}/study.yaml",

@@ -20,9 +20,9 @@ PREFIX = ModelKey("toy", 80, 0, schedule="prefix_lm")
 def build_evidence(means: dict[ModelKey, list[float]], dataset: str = "sst2") -> Evidence:
     """A score for each pretraining seed, 1, 2, ..., of each model."""
     keys = [
-        (replace(key, seed=at + 1), mean)
-        for key, each in means.items()
-        for at, mean in enumerate(each)
+        (replace(key, seed=index + 1), mean)
+        for key, recipe_means in means.items()
+        for index, mean in enumerate(recipe_means)
     ]
     return Evidence([Score(f"{key}", key, "SC", dataset, mean, 0.01) for key, mean in keys])
 

@@ -137,17 +137,18 @@ def test_published_values_stand_below_those_of_the_same_setting():
 
 
 def test_models_without_a_setting_and_several_seeds():
-    own = replace(OURS, model="own-model", model_key=None, family="SC", dataset="own_set")
+    own_score = replace(OURS, model="own-model", model_key=None, family="SC", dataset="own_set")
     seeds = [
-        replace(own, model=f"s{seed}", model_key=ModelKey("1B", 9, seed=seed)) for seed in (1, 2)
+        replace(own_score, model=f"s{seed}", model_key=ModelKey("1B", 9, seed=seed))
+        for seed in (1, 2)
     ]
-    base, other = build_score_tables(Evidence([own, *seeds]), published())
+    base, other_table = build_score_tables(Evidence([own_score, *seeds]), published())
     assert cells_of(base) == [
         ("1B", "CLM", "", 1, "50.00 (1.00)"),
         ("1B", "CLM", "", 2, "50.00 (1.00)"),
     ]
-    [row] = other.rows
-    assert other.title == SETUP_TITLES["other"] and (row.cells[0], row.cells[-1]) == (
+    [row] = other_table.rows
+    assert other_table.title == SETUP_TITLES["other"] and (row.cells[0], row.cells[-1]) == (
         "own-model",
         "50.00 (1.00)",
     )
@@ -155,7 +156,7 @@ def test_models_without_a_setting_and_several_seeds():
 
 def test_standard_metrics_have_tables_of_their_own(tmp_path):
     models = {
-        name: one for name, one in settings().items() if one.steps == 300 and not one.mlm_steps
+        name: key for name, key in settings().items() if key.steps == 300 and not key.mlm_steps
     }
     results = read_result_tree(write_results(tmp_path, models))
     evidence = build_evidence(results, models.get, "score")
@@ -226,7 +227,7 @@ def test_latex_has_booktabs_rules_and_escapes(table):
 def test_a_wide_table_has_its_groups_below_each_other():
     columns = (
         Column("Size", numeric=False),
-        *(Column(f"set {at}", group) for group in "ABC" for at in range(4)),
+        *(Column(f"set {index}", group) for group in "ABC" for index in range(4)),
     )
     text = table_to_latex(
         Table("wide", "Wide", "Note.", columns, (TableRow(("1B", *map(str, range(12)))),))

@@ -62,10 +62,9 @@ def test_the_table_has_each_model_before_and_after_training(study):
     assert [row.name for row in table.rows] == names
     *head, before, after, _, _ = table.rows[3].cells
     assert head == ["mini-mlm40-300", "mini", "MLM", "40 %", 300]
-    one = scores.pretrained["mini-mlm40-300", "sci", METRIC]
-    assert (
-        before == f"{100 * one.mean:.2f} [{100 * one.interval[0]:.1f}, {100 * one.interval[1]:.1f}]"
-    )
+    query_scores = scores.pretrained["mini-mlm40-300", "sci", METRIC]
+    low, high = query_scores.interval
+    assert before == f"{100 * query_scores.mean:.2f} [{100 * low:.1f}, {100 * high:.1f}]"
     means = [
         100 * of_seed.mean for of_seed in scores.trained["mini-mlm40-300", "sci", METRIC].values()
     ]
@@ -115,15 +114,21 @@ def test_fine_tuning_is_reported_as_without_it(study):
     both = build(study)
     alone = build(study, "without.yaml")
     assert not [table.key for table in alone.tables if "zero-shot" in table.key]
-    assert not [one.figure.key for one in alone.figures if one.figure.key == "zero-shot"]
+    assert not [
+        report_figure.figure.key
+        for report_figure in alone.figures
+        if report_figure.figure.key == "zero-shot"
+    ]
     assert "Zero-shot retrieval" not in dict(alone.facts) and "Zero-shot retrieval" in dict(
         both.facts
     )
     mine = [table for table in both.tables if "zero-shot" not in table.key]
     assert mine == list(alone.tables) and both.scores == alone.scores
-    comparisons = {f"{one.claim}{one.part}": one.comparisons for one in both.verdicts}
-    for one in alone.verdicts:
-        assert comparisons.pop(f"{one.claim}{one.part}") == one.comparisons
+    comparisons = {
+        f"{verdict.claim}{verdict.part}": verdict.comparisons for verdict in both.verdicts
+    }
+    for verdict in alone.verdicts:
+        assert comparisons.pop(f"{verdict.claim}{verdict.part}") == verdict.comparisons
     assert set(comparisons) == {"1f", "4c", "5c"}
 
 
@@ -140,6 +145,8 @@ def test_what_is_missing_is_named(tmp_path):
         "zero-shot",
         "zero-shot-recall",
     ] and page.missing_scores == ""
-    assert [one.figure.key for one in page.figures if one.figure.panels] == ["zero-shot"]
+    assert [
+        report_figure.figure.key for report_figure in page.figures if report_figure.figure.panels
+    ] == ["zero-shot"]
     first = page.tables[0].rows[0]
     assert first.name == "mini-clm-300" and first.cells[6].endswith(" [2/3]")

@@ -238,7 +238,7 @@ def test_all_cells_are_there_and_the_package_says_so():
     }
     found = published()
     assert len(found.model_keys()) == 46 and len(found.scores) == 46 * 16
-    assert all(parse_model_name(one.model) == one.model_key for one in found.scores)
+    assert all(parse_model_name(score.model) == score.model_key for score in found.scores)
     in_order = [
         (str(family), name) for family in TaskFamily for name in (*STUDY_DATASETS[family], AVERAGE)
     ]

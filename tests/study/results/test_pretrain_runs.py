@@ -33,8 +33,8 @@ def test_kinds_parents_and_what_each_run_made_itself(runs):
 def test_operations_include_what_came_before(runs):
     found = flops_by_model(runs, settings())
     spent = {
-        one.steps: found[one]
-        for one in (parse_model_name("mini-clm-75-mlm40-300"), parse_model_name("mini-clm-300-50"))
+        key.steps: found[key]
+        for key in (parse_model_name("mini-clm-75-mlm40-300"), parse_model_name("mini-clm-300-50"))
     }
     assert spent == {300: 300e15, 50: 50e15}
     assert found[parse_model_name("mini-clm-dec300-mlm40-450")] == (300 + 150) * 1e15
@@ -54,14 +54,16 @@ def test_operations_of_the_study_by_shape():
     tokens = 1000 * 1152 * 2048
     head = 128_256 * 1152
     body = 607.9e6 - head  # looking an embedding up is no matrix product
-    for spent, share in ((clm, 1.0), (mlm, 0.4)):
-        assert 1 < spent / (6 * tokens * (body + share * head)) < 1.15  # what is left is attention
+    for spent, fraction in ((clm, 1.0), (mlm, 0.4)):
+        assert (
+            1 < spent / (6 * tokens * (body + fraction * head)) < 1.15
+        )  # what is left is attention
     assert mlm < clm
     assert published_model_flops(parse_model_name("610m-clm-500-mlm40-1k")) == pytest.approx(
         (clm + mlm) / 2
     )
     assert published_model_flops(ModelKey("mini", 10)) is None
-    assert all(published_model_flops(one) for one in published().model_keys())
+    assert all(published_model_flops(key) for key in published().model_keys())
 
 
 def test_names_are_the_manifests_first():

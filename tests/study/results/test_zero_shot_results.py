@@ -29,9 +29,9 @@ def test_scores_are_those_of_the_files(tmp_path):
     )
     write_evaluation(tmp_path / "embed" / "own" / "seed-1.json", {"seed-1": {"sci": scores**2}})
     results = read(tmp_path)
-    one = results.pretrained["own", "sci", METRIC]
-    assert np.array_equal(one.values, scores) and one.mean == pytest.approx(0.5)
-    assert one.interval[0] < 0.5 < one.interval[1]
+    query_scores = results.pretrained["own", "sci", METRIC]
+    assert np.array_equal(query_scores.values, scores) and query_scores.mean == pytest.approx(0.5)
+    assert query_scores.interval[0] < 0.5 < query_scores.interval[1]
     assert results.trained["own", "sci", METRIC][1].mean == pytest.approx(np.mean(scores**2))
     assert results.trained["own", "sci", RECALL][1].mean == pytest.approx(
         np.mean(np.minimum(1, 2 * scores**2))
@@ -124,18 +124,23 @@ def test_queries_are_paired_only_if_all_models_have_the_same(tmp_path):
 def verdicts(directory, **options):
     """Return the verdicts on the evidence of `directory` by number and part."""
     zero_shot = read(directory, **options).build_evidence()
-    return {f"{one.claim}{one.part}": one for one in judge(Evidence([]), zero_shot=zero_shot)}
+    return {
+        f"{verdict.claim}{verdict.part}": verdict
+        for verdict in judge(Evidence([]), zero_shot=zero_shot)
+    }
 
 
 def test_claims_compare_objectives_and_nothing_else(tmp_path):
     write_study(tmp_path, MODELS, seeds=3)
     found = verdicts(tmp_path)
-    without = [f"{one.claim}{one.part}" for one in judge(Evidence([]))]
+    without = [f"{verdict.claim}{verdict.part}" for verdict in judge(Evidence([]))]
     assert list(found) == sorted([*without, "1f", "4c", "5c"])
-    assert {name for name, one in found.items() if one.comparisons} == {"1f", "4c"}
+    assert {name for name, verdict in found.items() if verdict.comparisons} == {"1f", "4c"}
     mlm = found["1f"]
     quarter = found["4c"]
-    assert mlm.verdict == "holds" and [one.family for one in mlm.comparisons] == ["ZS"]
+    assert mlm.verdict == "holds" and [comparison.family for comparison in mlm.comparisons] == [
+        "ZS"
+    ]
     assert mlm.overall.difference == pytest.approx(10, abs=1.5) and mlm.overall.test.seed_count == 3
     assert (
         mlm.comparisons[0].dataset == "average of sci, demo_ir"
@@ -147,6 +152,6 @@ def test_claims_compare_objectives_and_nothing_else(tmp_path):
 
 def test_one_evaluation_as_pretrained_has_an_interval_over_queries_and_no_p(tmp_path):
     write_study(tmp_path, MODELS, seeds=0)
-    one = verdicts(tmp_path)["1f"]
-    assert one.verdict == "not resolved" and math.isnan(one.overall.p)
-    assert one.overall.low < one.overall.difference < one.overall.high
+    verdict = verdicts(tmp_path)["1f"]
+    assert verdict.verdict == "not resolved" and math.isnan(verdict.overall.p)
+    assert verdict.overall.low < verdict.overall.difference < verdict.overall.high

@@ -159,9 +159,9 @@ def test_seeds_needed_are_those_of_the_tables(effect, pairs):
 
 def test_examples_limit_what_seeds_can_show():
     without = VarianceComponents(1e-4, NAN)
-    some = VarianceComponents(1e-4, 2e-5)
-    assert required_seeds(0.02, without, 5) < required_seeds(0.02, some, 5)
-    assert required_seeds(0.01, some, 5) is None  # the examples' standard error alone is 0.0045
+    parts = VarianceComponents(1e-4, 2e-5)
+    assert required_seeds(0.02, without, 5) < required_seeds(0.02, parts, 5)
+    assert required_seeds(0.01, parts, 5) is None  # the examples' standard error alone is 0.0045
     assert required_seeds(0.02, VarianceComponents(NAN, 1e-5), 1) is None
     assert required_seeds(0.5, VarianceComponents(0.0, 1e-5), 5) == 2
 

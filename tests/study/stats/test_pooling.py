@@ -31,7 +31,7 @@ def test_each_line_has_all_its_pretraining_seeds():
         and single.high - single.low > 2 * alone.overall.high - alone.overall.low
     )
     assert both.overall.difference == pytest.approx(
-        np.mean([one.difference for one in both.comparisons])
+        np.mean([comparison.difference for comparison in both.comparisons])
     )
     assert (
         both.overall.seeds_needed is None
@@ -45,14 +45,14 @@ def test_each_line_has_all_its_pretraining_seeds():
 def test_unequal_seeds_are_welch_and_satterthwaite():
     """Sizes share no runs: variances add up, and are greater with fewer seeds."""
     scores = sized("10M", range(1, 6)) + sized("20M", (1, 2))
-    whole = verdict_on("1a", scores).overall
+    pooled = verdict_on("1a", scores).overall
     differences = []
-    for at in (slice(0, 10), slice(10, 14)):
-        means = [np.mean(list(score.seed_scores.values())) for score in scores[at]]
+    for examples in (slice(0, 10), slice(10, 14)):
+        means = [np.mean(list(score.seed_scores.values())) for score in scores[examples]]
         differences.append(np.array(means[::2]) - np.array(means[1::2]))
-    variances = [np.var(each, ddof=1) / len(each) / 4 for each in differences]
-    assert whole.test.components.seed_variance == pytest.approx(sum(variances))
-    assert whole.test.errors[0][1] == pytest.approx(
+    variances = [np.var(part, ddof=1) / len(part) / 4 for part in differences]
+    assert pooled.test.components.seed_variance == pytest.approx(sum(variances))
+    assert pooled.test.errors[0][1] == pytest.approx(
         sum(variances) ** 2 / (variances[0] ** 2 / 4 + variances[1] ** 2 / 1)
     )
     equal = verdict_on("1a", sized("10M", (1, 2, 3)) + sized("20M", (1, 2, 3))).overall
