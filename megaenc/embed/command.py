@@ -190,7 +190,7 @@ def _evaluate(
         if settings.output.endswith(".json")
         else {}
     )
-    return [row for of_set in rows.values() for row in of_set], configs, origin
+    return [row for dataset_rows in rows.values() for row in dataset_rows], configs, origin
 
 
 def _describe_origin(
@@ -221,7 +221,7 @@ def _describe_origin(
             name: compute_test_fingerprint(Path(directory)) for name, directory in data.items()
         },
         "fingerprints": fingerprints,
-        "queries": {each.name: each.query_ids for each in sets},
+        "queries": {dataset.name: dataset.query_ids for dataset in sets},
     }
 
 
@@ -333,7 +333,7 @@ def format_results(
         return format_evaluation(rows, configs, origin)
     if suffix == ".csv":
         values = [row.fields_without_scores for row in rows]
-        return tables.format_csv([values[0], *(of_row.values() for of_row in values)])
+        return tables.format_csv([values[0], *(row_values.values() for row_values in values)])
     parts = []
     for _, names, scores, counts, lines in _iterate_tables(rows):
         parts.append(tables.format_markdown(names, scores + counts, lines))

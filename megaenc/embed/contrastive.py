@@ -156,15 +156,15 @@ class ContrastiveBatch:
             torch.from_numpy(places).to(device)
             for places in (self.masked_rows, self.masked_columns)
         )
-        own = torch.arange(len(queries), device=device)
+        targets = torch.arange(len(queries), device=device)
         losses = []
         for size in sorted({*config.matryoshka_dims, full}):
             unit = normalize(vectors[:, :size], dim=1)
             scores = unit[queries] @ unit[documents].T / config.temperature
             scores[masked] = -torch.inf
-            loss = cross_entropy(scores, own)
+            loss = cross_entropy(scores, targets)
             if config.symmetric:
-                loss = (loss + cross_entropy(scores[:, : len(queries)].T, own)) / 2
+                loss = (loss + cross_entropy(scores[:, : len(queries)].T, targets)) / 2
             losses.append(loss)
         return torch.stack(losses).sum()
 

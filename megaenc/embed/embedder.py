@@ -396,7 +396,7 @@ class Embedder:
         vectors = torch.zeros(len(rows), size, device=self.backbone.device)
         for start in reversed(range(0, len(order), self.batch_size)):
             part = order[start : start + self.batch_size]
-            packed = pack_texts([rows[at] for at in part], self.backbone.device)
+            packed = pack_texts([rows[index] for index in part], self.backbone.device)
             pooled = self.pool(packed)[:, :size]
             if not bool(torch.isfinite(pooled).all()):
                 raise InputError(

@@ -18,7 +18,7 @@ from megaenc.finetune.tasks.retrieval import (
     RANKING_DEPTH,
     compute_query_baseline,
     compute_trec_order,
-    find_own_document,
+    find_excluded_document,
     iterate_cosines,
     ndcg,
     rank_top_documents,
@@ -48,8 +48,8 @@ class RetrievalSet:
     """Grades above 0 of each query, by document id; documents that are not in the corpus count as
     misses."""
     query_ids: list[str] = field(default_factory=list)
-    """Ids of the queries, whose rankings leave out `find_own_document`; empty: no document is left
-    out."""
+    """Ids of the queries, whose rankings leave out `find_excluded_document`; empty: no document is
+    left out."""
 
     @classmethod
     def load(cls, name: str, directory: Path) -> "RetrievalSet":
@@ -60,7 +60,7 @@ class RetrievalSet:
         """
         examples = load_beir_test(directory)
         ids = list(examples.documents)
-        ids = [ids[at] for at in compute_trec_order(ids)]
+        ids = [ids[index] for index in compute_trec_order(ids)]
         documents = [examples.documents[document] for document in ids]
         queries = examples.queries
         relevant = list(examples.relevant.values())
@@ -76,10 +76,12 @@ class RetrievalSet:
                 or of all that are retrieved, best first.
         """
         values: dict[str, list[float]] = {name: [] for name in METRICS}
-        for best, own, grade_of in zip(rankings, self._own_ids, self.relevant, strict=True):
-            ranked = [self.document_ids[at] for at in best]
+        for best, excluded, grade_of in zip(
+            rankings, self._excluded_ids, self.relevant, strict=True
+        ):
+            ranked = [self.document_ids[index] for index in best]
             grades = np.array(
-                [grade_of.get(document, 0) for document in ranked if document != own],
+                [grade_of.get(document, 0) for document in ranked if document != excluded],
                 dtype=np.int64,
             )
             values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
@@ -92,16 +94,18 @@ class RetrievalSet:
         They are float64[queries], from 0 to 1, by name.
         """
         documents = set(self.document_ids)
-        queries = zip(self.relevant, self._own_ids, strict=True)
-        baselines = [compute_query_baseline(grade_of, documents, own) for grade_of, own in queries]
+        queries = zip(self.relevant, self._excluded_ids, strict=True)
+        baselines = [
+            compute_query_baseline(grade_of, documents, excluded) for grade_of, excluded in queries
+        ]
         return {name: np.array([baseline[name] for baseline in baselines]) for name in METRICS}
 
     @property
-    def _own_ids(self) -> Sequence[str | None]:
+    def _excluded_ids(self) -> Sequence[str | None]:
         """Return the id of the document that each query's ranking leaves out."""
         if not self.query_ids:
             return [None] * len(self.relevant)
-        return list(map(find_own_document, self.query_ids, self.relevant))
+        return list(map(find_excluded_document, self.query_ids, self.relevant))
 
 
 def build_rows(

@@ -120,8 +120,8 @@ def _check_reloaded(directory: Path, embedder: Embedder, data: ContrastiveData) 
         dtype=torch.float32,
     )
     order = np.argsort(data.lengths, kind="stable")
-    some = order[np.linspace(0, len(order) - 1, min(_CHECKED_TEXTS, len(order))).astype(int)]
-    texts = [data.texts[at] for at in some] + [text for text in PROBES if text.strip()]
+    chosen = order[np.linspace(0, len(order) - 1, min(_CHECKED_TEXTS, len(order))).astype(int)]
+    texts = [data.texts[index] for index in chosen] + [text for text in PROBES if text.strip()]
     rows = embedder.tokenize(texts, quiet=True)
     for text, expected, actual in zip(
         texts, rows, reloaded.tokenize(texts, quiet=True), strict=True

@@ -155,27 +155,27 @@ def mine_negatives(
 
     row_of = {document: row for row, document in enumerate(documents)}
     members: dict[str, list[int]] = {query: [] for query in queries}
-    for at, pair in enumerate(pairs):
-        members[pair.query].append(at)
+    for pair_index, pair in enumerate(pairs):
+        members[pair.query].append(pair_index)
     negatives: list[list[str]] = [[] for _ in pairs]
     # Exact: 10,000 queries, 100,000 documents and 256 dimensions take about 10 s on one core, far
     # less than their embedding.
     for done, (query, cosines) in enumerate(
         zip(queries, iterate_cosines(query_vectors, document_vectors), strict=True), 1
     ):
-        own = {row_of[pairs[at].document] for at in members[query]} | (
+        excluded_rows = {row_of[pairs[pair_index].document] for pair_index in members[query]} | (
             {row_of[query]} if query in row_of else set()
         )
         best = [
             row
-            for row in rank_top_documents(cosines, settings.depth + len(own)).tolist()
-            if row not in own
+            for row in rank_top_documents(cosines, settings.depth + len(excluded_rows)).tolist()
+            if row not in excluded_rows
         ]
         best = best[settings.skip : settings.depth]
-        for at in members[query]:
-            cosine = cosines[row_of[pairs[at].document]]
+        for pair_index in members[query]:
+            cosine = cosines[row_of[pairs[pair_index].document]]
             limit = cosine - (1 - settings.margin) * abs(cosine)  # below a negative cosine too
-            negatives[at] = [documents[row] for row in best if cosines[row] <= limit][
+            negatives[pair_index] = [documents[row] for row in best if cosines[row] <= limit][
                 : settings.negatives
             ]
         progress(done)

@@ -107,8 +107,8 @@ def _read_source(source: str) -> Iterator[formats.Row]:
             rows = load_from_hub(
                 source, repository, config or None, revision, f"{source}: ", advice, split="train"
             )
-            for number, row in enumerate(rows, 1):
-                yield f"{source}: row {number}", row
+            for row_number, row in enumerate(rows, 1):
+                yield f"{source}: row {row_number}", row
             return
         raise InputError(f"{source}: no such file or directory; expected {EXPECTED_PAIRS}")
     if not os.path.isfile(path):
@@ -179,10 +179,10 @@ def _get_negatives(row: Mapping[str, Any], location: str) -> tuple[str, ...]:
             f"{location}: key `negatives`: expected a list of texts; in a table use negative_1, "
             "negative_2 ..."
         )
-    for number, text in enumerate(negatives, 1):
+    for position, text in enumerate(negatives, 1):
         if not isinstance(text, str) or not text.strip():
             raise InputError(
-                f"{location}: negative {number}: found {json.dumps(text)[:40]}, expected words"
+                f"{location}: negative {position}: found {json.dumps(text)[:40]}, expected words"
             )
     return tuple(negatives)
 

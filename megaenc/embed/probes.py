@@ -348,7 +348,7 @@ def load_tasks(names: Sequence[str]) -> Iterator[ProbeTask]:
         if members := getattr(task.metadata, "tasks", ()):
             raise InputError(
                 f"--tasks {name}: found a group, expected its tasks: "
-                f"{' '.join(m.metadata.name for m in members)}"
+                f"{' '.join(member.metadata.name for member in members)}"
             )
         try:
             task.load_data()

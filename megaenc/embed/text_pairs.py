@@ -98,11 +98,11 @@ def _write_pairs(settings: TextPairsConfig, inputs: ResolvedInputs, stream: Text
     if settings.count:
         total = sum(len(pairs) for pairs in _read_pairs(settings, inputs, "counting pairs"))
     available = written = documents = too_short = 0
-    for number, pairs in enumerate(_read_pairs(settings, inputs, "writing pairs")):
+    for document_index, pairs in enumerate(_read_pairs(settings, inputs, "writing pairs")):
         drawn = (
             pairs
             if total is None
-            else _draw(pairs, settings, number, settings.count - written, total - available)
+            else _draw(pairs, settings, document_index, settings.count - written, total - available)
         )
         for query, document in drawn:
             line = json.dumps({"query": query, "document": document}, ensure_ascii=False)
@@ -167,20 +167,22 @@ def _draw(
     return drawn
 
 
-def iterate_pairs(text: str, number: int, settings: TextPairsConfig) -> Iterator[tuple[str, str]]:
+def iterate_pairs(
+    text: str, document_index: int, settings: TextPairsConfig
+) -> Iterator[tuple[str, str]]:
     """Yield (query, document) of each pair of a document by --method, in order.
 
     A text that is too short has none, and pairs of equal texts are left out.
 
     Args:
         text: Text of the document.
-        number: Number of the document in the input, from 0; random spans depend on it.
+        document_index: Index of the document in the input, from 0; random spans depend on it.
     """
     if settings.method == "adjacent":
         units = split_into_units(text, settings.min_words, settings.max_words)
         pairs = pairwise(units)
     else:
-        pairs = _draw_spans(text, number, settings)
+        pairs = _draw_spans(text, document_index, settings)
     for query, document in pairs:
         if query != document:  # a refrain, or the same span drawn twice
             yield query, document
@@ -229,7 +231,7 @@ def _cut(text: str, max_words: int) -> list[str]:
 def _find_words(text: str) -> np.ndarray:
     """Return start and end of each word separated by white space, int64[words, 2]."""
     return np.fromiter(
-        (edge for word in _WORD.finditer(text) for edge in word.span()), np.int64
+        (boundary for word in _WORD.finditer(text) for boundary in word.span()), np.int64
     ).reshape(-1, 2)
 
 
@@ -240,28 +242,32 @@ def _find_sentence_end(text: str, words: np.ndarray, least: int) -> int | None:
     """
     half = len(words) // 2
     for distance in range(len(words) - half - least + 1):
-        for at in (half - distance, half + distance):
-            if least <= at <= len(words) - least and _is_sentence_end(text, words, at):
-                return at
+        for word_index in (half - distance, half + distance):
+            if least <= word_index <= len(words) - least and _is_sentence_end(
+                text, words, word_index
+            ):
+                return word_index
     return None
 
 
-def _is_sentence_end(text: str, words: np.ndarray, at: int) -> bool:
-    """Return whether a sentence ends before word `at`.
+def _is_sentence_end(text: str, words: np.ndarray, word_index: int) -> bool:
+    """Return whether a sentence ends before word `word_index`.
 
     The word before ends with a full stop or the like and is no abbreviation, and no small letter
     follows.
     """
-    start, end = words[at - 1]
-    following = text[words[at, 0]]
+    start, end = words[word_index - 1]
+    next_character = text[words[word_index, 0]]
     word = text[start:end]
     stripped = word.rstrip("\"'”’)]")
     return stripped.endswith((".", "!", "?", "…", "。", "！", "？")) and not (
-        following.islower() or _ABBREVIATION.fullmatch(stripped)
+        next_character.islower() or _ABBREVIATION.fullmatch(stripped)
     )
 
 
-def _draw_spans(text: str, number: int, settings: TextPairsConfig) -> Iterator[tuple[str, str]]:
+def _draw_spans(
+    text: str, document_index: int, settings: TextPairsConfig
+) -> Iterator[tuple[str, str]]:
     """Yield two random spans of each part of a document.
 
     A part has about 2 * max_words words. Independent cropping (Izacard et al. 2021, 2112.09118):
@@ -270,7 +276,7 @@ def _draw_spans(text: str, number: int, settings: TextPairsConfig) -> Iterator[t
     words = _find_words(text)
     part_count = max(1, (len(words) + settings.max_words) // (2 * settings.max_words))
     uniforms = counter_rng.uniforms(
-        settings.seed, "pairs:spans", 4 * part_count, counters=(number,)
+        settings.seed, "pairs:spans", 4 * part_count, counters=(document_index,)
     ).reshape(-1, 4)
     for part, draws in enumerate(uniforms):
         start = len(words) * part // part_count

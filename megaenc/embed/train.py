@@ -32,15 +32,15 @@ class NonFiniteTrainingError(ArithmeticError):
     """Error that a loss or gradient norm is NaN or inf."""
 
 
-def compute_batch_edges(pairs: int, batch_size: int) -> list[int]:
-    """Return the edges of an epoch's batches: 0, then the end of each batch in pairs.
+def compute_batch_boundaries(pairs: int, batch_size: int) -> list[int]:
+    """Return the boundaries of an epoch's batches in pairs: 0, then each batch's end.
 
     A last batch of one pair joins the one before, as it may have no negative.
     """
-    edges = [*range(0, pairs, batch_size), pairs]
-    if edges[-1] - edges[-2] == 1 and len(edges) > 2:
-        del edges[-2]
-    return edges
+    boundaries = [*range(0, pairs, batch_size), pairs]
+    if boundaries[-1] - boundaries[-2] == 1 and len(boundaries) > 2:
+        del boundaries[-2]
+    return boundaries
 
 
 def iterate_contrastive_batches(
@@ -54,8 +54,8 @@ def iterate_contrastive_batches(
     Raises:
         InputError: There is no negative in a whole epoch.
     """
-    edges = compute_batch_edges(len(data.queries), config.batch_size)
-    batches = len(edges) - 1
+    boundaries = compute_batch_boundaries(len(data.queries), config.batch_size)
+    batches = len(boundaries) - 1
     shuffled_epoch = -1
     for step in range(first_step, count_training_steps(config.epochs, config.max_steps, batches)):
         epoch, low = divmod(step, batches)
@@ -65,7 +65,7 @@ def iterate_contrastive_batches(
             )
             shuffled_epoch = epoch
         high = low + 1
-        batch = data.build_batch(order[edges[low] : edges[high]])
+        batch = data.build_batch(order[boundaries[low] : boundaries[high]])
         while not batch.has_negatives:
             if high - low == batches:
                 raise InputError(
@@ -78,7 +78,7 @@ def iterate_contrastive_batches(
                 low -= 1
             else:
                 high += 1
-            batch = data.build_batch(order[edges[low] : edges[high]])
+            batch = data.build_batch(order[boundaries[low] : boundaries[high]])
         yield batch
 
 
@@ -96,7 +96,7 @@ class ContrastiveTrainer:
         self.embedder = embedder
         self.data = data
         self.config = config
-        batches = len(compute_batch_edges(len(data.queries), config.batch_size)) - 1
+        batches = len(compute_batch_boundaries(len(data.queries), config.batch_size)) - 1
         self.steps = count_training_steps(config.epochs, config.max_steps, batches)
         check_warmup(self.steps, config.warmup)
         # Refuses pairs without a negative before any training
@@ -112,13 +112,13 @@ class ContrastiveTrainer:
             embedder.backbone, learning_rate=config.learning_rate, steps=self.steps, protocol=config
         )
 
-    def step(self, number: int, batch: ContrastiveBatch) -> tuple[float, float]:
-        """Take step `number`, counted from 1; return (loss, unclipped gradient norm).
+    def step(self, step: int, batch: ContrastiveBatch) -> tuple[float, float]:
+        """Take step `step`, counted from 1; return (loss, unclipped gradient norm).
 
         No weight changes if either is NaN or inf.
         """
         words = random_words(
-            self.config.seed, "contrastive dropout", 1, counters=(number, get_rank())
+            self.config.seed, "contrastive dropout", 1, counters=(step, get_rank())
         )
         torch.manual_seed(int(words[0]) >> 1)  # so that no random state is saved
         loss = self.backward(batch)
@@ -134,22 +134,25 @@ class ContrastiveTrainer:
         ranks = get_world_size()
         device = embedder.backbone.device
         lengths = self.data.lengths[batch.texts]
-        own = divide_texts(lengths, ranks)[get_rank()] if ranks > 1 else np.arange(len(lengths))
+        local_places = (
+            divide_texts(lengths, ranks)[get_rank()] if ranks > 1 else np.arange(len(lengths))
+        )
         parts = [
-            own[part] for part in batch_by_tokens(lengths[own], self.config.tokens_per_forward)
+            local_places[part]
+            for part in batch_by_tokens(lengths[local_places], self.config.tokens_per_forward)
         ]
         packs = [
             pack_texts([self.data.rows[text] for text in batch.texts[part]], device)
             for part in parts
         ]
-        places = torch.from_numpy(np.concatenate([own[:0], *parts])).to(device)
+        places = torch.from_numpy(np.concatenate([local_places[:0], *parts])).to(device)
 
         def compute_loss(vectors: Tensor) -> Tensor:
-            everything = vectors.new_zeros(len(lengths), vectors.shape[1])
+            all_vectors = vectors.new_zeros(len(lengths), vectors.shape[1])
             if ranks > 1:
-                everything[places] = vectors.detach()
-                dist.all_reduce(everything)
-            return batch.compute_loss(everything.index_copy(0, places, vectors), self.config)
+                all_vectors[places] = vectors.detach()
+                dist.all_reduce(all_vectors)
+            return batch.compute_loss(all_vectors.index_copy(0, places, vectors), self.config)
 
         if packs:
             loss = backward_by_packs(packs, embedder.pool, compute_loss)
@@ -278,23 +281,23 @@ def train(
             line.print_line(f"resuming after step {progress.step:,} of {trainer.steps:,}")
             line.update(progress.step)
         batches = iterate_contrastive_batches(data, trainer.config, progress.step)
-        for number, batch in enumerate(batches, start=progress.step + 1):
+        for step, batch in enumerate(batches, start=progress.step + 1):
             rate = trainer.optimizer.learning_rate
-            loss, norm = trainer.step(number, batch)
+            loss, norm = trainer.step(step, batch)
             for quantity, value in (("loss", loss), ("gradient norm", norm)):
                 if not math.isfinite(value):
-                    raise NonFiniteTrainingError(f"the {quantity} is {value} in step {number}")
-            progress.step = number
+                    raise NonFiniteTrainingError(f"the {quantity} is {value} in step {step}")
+            progress.step = step
             progress.loss = loss
             progress.seconds = time.monotonic() - began
             progress.tokens += int(data.lengths[batch.texts].sum())
             progress.masked += len(batch.masked_rows)
-            if number % log_interval == 0 or number == trainer.steps:
-                row = {"step": number, "loss": loss, "gradient_norm": norm, "learning_rate": rate}
+            if step % log_interval == 0 or step == trainer.steps:
+                row = {"step": step, "loss": loss, "gradient_norm": norm, "learning_rate": rate}
                 progress.rows.append(row)
                 if is_writer:
                     state.append(row)
-            if is_writer and (number % save_interval == 0 or number == trainer.steps):
+            if is_writer and (step % save_interval == 0 or step == trainer.steps):
                 state.save(trainer, progress)
-            line.update(number, loss=loss)
+            line.update(step, loss=loss)
     return progress

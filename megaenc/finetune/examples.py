@@ -21,7 +21,7 @@ DOCUMENT = "Document: "
 TOKENIZER_PAIRS = "tokenizer"
 """Value of a pair template with which the tokenizer joins the two texts by its special tokens."""
 _VALIDATION_SEED = 42
-_TRAIN_SHARE = 0.95
+_TRAIN_FRACTION = 0.95
 
 
 class TaskFamily(StrEnum):
@@ -183,7 +183,7 @@ def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
         rest.
     """
     order = np.random.default_rng(_VALIDATION_SEED).permutation(count)
-    held_out = count - math.floor(_TRAIN_SHARE * count)
+    held_out = count - math.floor(_TRAIN_FRACTION * count)
     return order[held_out:], order[:held_out]
 
 
@@ -210,7 +210,7 @@ def choose_validation_queries(query_ids: list[str]) -> set[str]:
     """
     ordered = sorted(query_ids)
     order = np.random.default_rng(_VALIDATION_SEED).permutation(len(ordered))
-    return {ordered[at] for at in order[: round(len(ordered) / 2)]}
+    return {ordered[index] for index in order[: round(len(ordered) / 2)]}
 
 
 def hash_examples(examples: Examples) -> str:

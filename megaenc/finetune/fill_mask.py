@@ -139,22 +139,23 @@ def compute_mask_score(
     objective = MaskedLanguageModeling(vocabulary, mask=mask)
     targets = []
     length = choose_window_length(seq_length, model, tokenizer)
-    for number, window in enumerate(_iterate_windows(tokenizer, texts, length, limit)):
-        pack = Pack(number, 0, window, np.array([0, len(window)], dtype=np.int32))
-        targets.append(objective.targets(pack, SampleRandomness(0, number, 0)))
+    for index, window in enumerate(_iterate_windows(tokenizer, texts, length, limit)):
+        pack = Pack(index, 0, window, np.array([0, len(window)], dtype=np.int32))
+        targets.append(objective.targets(pack, SampleRandomness(0, index, 0)))
     # Stable. Windows of a batch are of about one length.
     targets.sort(key=lambda target: len(target.inputs))
     hidden_labels = [np.zeros(0, dtype=np.int64)]
     loss = 0.0
     correct = 0
-    at = 0
-    while at < len(targets):
+    start = 0
+    while start < len(targets):
         # Bounds the memory of the logits: at most 2**25 (128 MiB) a batch, or one longer window.
         rows = max(
-            1, (1 << 25) // (vocabulary.size * len(targets[min(at + 31, len(targets) - 1)].inputs))
+            1,
+            (1 << 25) // (vocabulary.size * len(targets[min(start + 31, len(targets) - 1)].inputs)),
         )
-        batch = targets[at : at + min(rows, 32)]
-        at += len(batch)
+        batch = targets[start : start + min(rows, 32)]
+        start += len(batch)
         windows = [torch.from_numpy(target.inputs.astype(np.int64)) for target in batch]
         tokens = pad_sequence(windows, batch_first=True, padding_value=vocabulary.mask_id)
         attention_mask = pad_sequence(
@@ -243,7 +244,7 @@ def choose_masked_sentences(
     """
     sentences = []
     function_words = _FUNCTION_WORDS.split()
-    for number, text in enumerate(texts):
+    for document_index, text in enumerate(texts):
         choices = [
             MaskedSentence(sentence[: word.start()], word[0], sentence[word.end() :])
             for sentence in (match[0] for match in _SENTENCE.finditer(text))
@@ -253,9 +254,14 @@ def choose_masked_sentences(
         ]
         if choices:
             sentences.append(
-                choices[int(SampleRandomness(0, number, 0).uniforms("riddle", 1)[0] * len(choices))]
+                choices[
+                    int(
+                        SampleRandomness(0, document_index, 0).uniforms("riddle", 1)[0]
+                        * len(choices)
+                    )
+                ]
             )
-    return [sentences[at] for at in sorted(permutation(0, "riddles", len(sentences))[:count])]
+    return [sentences[index] for index in sorted(permutation(0, "riddles", len(sentences))[:count])]
 
 
 def predict_masked_words(
@@ -289,8 +295,8 @@ def predict_masked_words(
         words = [tokenizer.decode([token]) for token in best.indices.tolist()]
         predictions.append(
             [
-                (word.strip() or repr(word), share)
-                for word, share in zip(words, best.values.tolist(), strict=True)
+                (word.strip() or repr(word), probability)
+                for word, probability in zip(words, best.values.tolist(), strict=True)
             ]
         )
     return predictions
@@ -315,10 +321,10 @@ def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, f
     for masked, best in zip(sentences, guesses, strict=True):
         lines = [
             Text(
-                f"{'✓' if word == masked.word else ' '} {word} {100 * share:.0f} %",
+                f"{'✓' if word == masked.word else ' '} {word} {100 * probability:.0f} %",
                 "bold green" if word == masked.word else "",
             )
-            for word, share in best
+            for word, probability in best
         ]
         sentence = Text.assemble(masked.before, ("_____", "bold"), masked.after)
         table.add_row(sentence, Text(masked.word), Text("\n").join(lines))
@@ -338,9 +344,9 @@ def print_surest(
     """
     if not sentences:
         return
-    surest = sorted(range(len(sentences)), key=lambda at: -guesses[at][0][1])[:count]
+    surest = sorted(range(len(sentences)), key=lambda index: -guesses[index][0][1])[:count]
     build_rich_console().print(
-        build_table([sentences[at] for at in surest], [guesses[at] for at in surest])
+        build_table([sentences[index] for index in surest], [guesses[index] for index in surest])
     )
     right = sum(best[0][0] == masked.word for masked, best in zip(sentences, guesses, strict=True))
     print_rank_0(

@@ -231,8 +231,8 @@ class ModelKeeper:
                     f"{100 * scores['test'].score:.2f}{rounded}"
                 )
             # The results come last: they mark the run as finished.
-            for one in results:
-                result_files.write_result(job, one)
+            for dataset_result in results:
+                result_files.write_result(job, dataset_result)
             for rival in rivals:
                 remove_path(rival / result_files.KEPT_MODEL)
 
@@ -244,21 +244,22 @@ class ModelKeeper:
         Returns:
             Whether the run is best, and if so the directories of the other runs.
         """
-        own = (-validation, self.job.learning_rate, self.job.seed)
-        others = [
+        sort_key = (-validation, self.job.learning_rate, self.job.seed)
+        results = [
             result_files.read_result(path)
             for path in place.parent.iterdir()
             if path != place and path.is_dir()
         ]
-        others = [
-            other
-            for other in others
-            if other is not None and other.train_on == self.job.train_on and other.validation
+        results = [
+            result
+            for result in results
+            if result is not None and result.train_on == self.job.train_on and result.validation
         ]
         is_best = all(
-            own <= (-other.validation.score, other.learning_rate, other.seed) for other in others
+            sort_key <= (-result.validation.score, result.learning_rate, result.seed)
+            for result in results
         )
-        return is_best, [other.path for other in others] if is_best else []
+        return is_best, [result.path for result in results] if is_best else []
 
     def write(
         self,

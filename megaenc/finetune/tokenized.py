@@ -220,7 +220,7 @@ class TextEncoder:
             for tokens in encode_documents(self.tokenizer, batch):
                 truncated += len(tokens) > self.max_text_tokens
                 rows.append(self.add_special_tokens(tokens))
-        if empty := [number for number, row in enumerate(rows, start=1) if not len(row)]:
+        if empty := [text_number for text_number, row in enumerate(rows, start=1) if not len(row)]:
             raise InputError(
                 f"text {empty[0]}: found no token, expected some text, or training with --add-eos"
             )

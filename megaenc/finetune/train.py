@@ -380,10 +380,10 @@ def iterate_batches(seed: int, examples: int, batch_size: int, steps: int) -> It
     """
     steps_per_epoch = math.ceil(examples / batch_size)
     for step in range(steps):
-        epoch, at = divmod(step, steps_per_epoch)
-        if not at:
+        epoch, batch_index = divmod(step, steps_per_epoch)
+        if not batch_index:
             order = permutation(seed, "fine-tuning order", examples, counters=(epoch,))
-        yield order[at * batch_size : (at + 1) * batch_size]
+        yield order[batch_index * batch_size : (batch_index + 1) * batch_size]
 
 
 class _ProgressReporter:

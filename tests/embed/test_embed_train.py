@@ -27,7 +27,7 @@ from megaenc.embed.embedder import EmbeddingConfig, read_embedding_config
 from megaenc.embed.pairs import TrainingPair, load_pairs
 from megaenc.embed.train import (
     ContrastiveTrainer,
-    compute_batch_edges,
+    compute_batch_boundaries,
     iterate_contrastive_batches,
 )
 from megaenc.embed.train_command import train_main
@@ -222,14 +222,14 @@ def test_answers_and_the_query_itself_are_no_negatives(models, pairs, prefixes, 
 
 
 def test_no_batch_is_without_a_negative(models):
-    for pairs, edges in (
+    for pairs, boundaries in (
         (2, [0, 2]),
         (5, [0, 5]),
         (8, [0, 4, 8]),
         (9, [0, 4, 9]),
         (10, [0, 4, 8, 10]),
     ):
-        assert compute_batch_edges(pairs, 4) == edges
+        assert compute_batch_boundaries(pairs, 4) == boundaries
     # Shuffled in many ways, both directions of a pair often share a batch of two.
     both = [TrainingPair(*texts) for texts in ("ab", "ba", "cd", "dc", "ef")]
     trainer = make_trainer(models["encoder"], both, batch_size=2, epochs=20)

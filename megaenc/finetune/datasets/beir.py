@@ -365,12 +365,12 @@ def _add_validation_split(
         raise InputError(
             f"{qrels[source]}: {format_too_few_error(len(queries), 'queries', 'qrels/dev.tsv')}"
         )
-    share = (
+    validation_queries = (
         choose_validation_queries(queries)
         if source == "test"
-        else {queries[at] for at in split_validation_rows(len(queries))[1]}
+        else {queries[index] for index in split_validation_rows(len(queries))[1]}
     )
-    move_to_validation(qrels_by_split, source, share)
+    move_to_validation(qrels_by_split, source, validation_queries)
     return qrels_by_split
 
 
@@ -397,11 +397,11 @@ def _read_qrels(path: Path) -> list[QrelLine]:
         InputError: A line is malformed or repeated.
     """
     lines: dict[tuple[str, str], QrelLine] = {}
-    for number, line in formats.read_lines(path):
+    for line_number, line in formats.read_lines(path):
         cells = line.split("\t")
-        if not line.strip() or (number == 1 and cells[-1].strip() == "score"):
+        if not line.strip() or (line_number == 1 and cells[-1].strip() == "score"):
             continue
-        place = f"{path}:{number}"
+        place = f"{path}:{line_number}"
         if len(cells) != 3 or not _GRADE.fullmatch(cells[2].strip()):
             raise InputError(
                 f"{place}: found {line[:40]!r}, expected query-id, corpus-id, score (tabs between)"

@@ -141,9 +141,9 @@ def _parse_documented_functions(source: tuple[str, str]) -> list[DocumentedFunct
             continue
         if parsed and parsed.description:
             descriptions = {
-                each.arg_name.strip("*- "): each.description.strip()
-                for each in parsed.params
-                if each.description
+                parameter.arg_name.strip("*- "): parameter.description.strip()
+                for parameter in parsed.params
+                if parameter.description
             }
             if descriptions := {
                 name: text for name, text in descriptions.items() if name.isidentifier()
@@ -159,11 +159,11 @@ def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[
     package, which is the part of the source before its first `/`.
     """
     for source, document in documents:
-        for number, text in enumerate(document.split("\n\n")):
+        for paragraph_index, text in enumerate(document.split("\n\n")):
             if 10 <= len(text.split()) <= 100:
                 yield {
                     "source": source,
-                    "id": f"{source}-{number}",
+                    "id": f"{source}-{paragraph_index}",
                     "text": text,
                     "label": source.split("/")[0],
                 }
@@ -185,11 +185,11 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
         sentences = (
             part for text in paragraphs for part in _SENTENCE_END.split(" ".join(text.split()))
         )
-        for number, sentence in enumerate(sentences):
+        for sentence_index, sentence in enumerate(sentences):
             words = []
             tags = []
-            for at, part in enumerate(_MARKED_CODE.split(sentence)):  # odd parts are code
-                if at % 2:
+            for part_index, part in enumerate(_MARKED_CODE.split(sentence)):  # odd parts are code
+                if part_index % 2:
                     kind = "PARAM" if part in parameters else "CODE"
                     inside = _WORD.findall(part)
                     tags += [f"{'I' if later else 'B'}-{kind}" for later in range(len(inside))]
@@ -202,7 +202,12 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
                 and 6 <= len(words) <= 50
                 and _register_new_text(" ".join(words), seen_texts)
             ):
-                yield {"source": source, "id": f"{source}-{number}", "tokens": words, "tags": tags}
+                yield {
+                    "source": source,
+                    "id": f"{source}-{sentence_index}",
+                    "tokens": words,
+                    "tags": tags,
+                }
 
 
 def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:

@@ -152,22 +152,24 @@ def read_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, st
         InputError: The text is no UTF-8, or a line is too long.
     """
     with open_decompressed(str(path)) as (_, stream):
-        for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1):
+        for line_number, line in enumerate(
+            iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), 1
+        ):
             if len(line) > _MAX_LINE_BYTES:
                 raise InputError(
-                    f"{path}:{number}: longer than {_MAX_LINE_BYTES:,} bytes, "
+                    f"{path}:{line_number}: longer than {_MAX_LINE_BYTES:,} bytes, "
                     "expected one example a line"
                 )
-            if number == 1 and (encoding := guess_encoding(line)) != UTF8:
+            if line_number == 1 and (encoding := guess_encoding(line)) != UTF8:
                 raise InputError(
                     f"{path}:1: looks like UTF-16 text, not UTF-8; {_format_conversion(encoding)}"
                 )
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = line.decode("utf-8-sig" if line_number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 conversion = _format_conversion(guess_8_bit_encoding(error))
-                raise InputError(f"{path}:{number}: not UTF-8 text; {conversion}") from None
-            yield number, text if keep_ends else text.removesuffix("\n").removesuffix("\r")
+                raise InputError(f"{path}:{line_number}: not UTF-8 text; {conversion}") from None
+            yield line_number, text if keep_ends else text.removesuffix("\n").removesuffix("\r")
 
 
 def _format_conversion(encoding: str) -> str:
@@ -181,10 +183,10 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     Raises:
         InputError: A line is no JSON object, or has a key twice.
     """
-    for number, line in read_lines(path):
+    for line_number, line in read_lines(path):
         if not line.strip():
             continue
-        location = f"{path}:{number}"
+        location = f"{path}:{line_number}"
         try:
             row = parse_json(line, unique_keys=True)
         except DuplicateKeyError as error:
@@ -218,21 +220,21 @@ def _read_table(path: Path, is_csv: bool) -> Iterator[Row]:
     """
     first_line = next((line for _, line in read_lines(path) if line), "")
     delimiter = get_delimiter(is_csv)
-    if other := find_other_delimiter(first_line, delimiter):
+    if other_delimiter := find_other_delimiter(first_line, delimiter):
         raise InputError(
-            f"{path}:1: found {other!r} between columns, expected {delimiter!r}; "
+            f"{path}:1: found {other_delimiter!r} between columns, expected {delimiter!r}; "
             "replace it, or write JSONL"
         )
     # Line ends in a quoted cell are part of its text.
     lines = (line for _, line in read_lines(path, keep_ends=True))
     header: list[str] = []
-    for number, cells in split_csv(str(path), lines) if is_csv else split_tsv(lines):
+    for line_number, cells in split_csv(str(path), lines) if is_csv else split_tsv(lines):
         if header:
             if len(cells) != len(header):
-                raise InputError(f"{path}:{number}: {format_cell_count(cells, header)}")
+                raise InputError(f"{path}:{line_number}: {format_cell_count(cells, header)}")
             row: dict[str, Any] = dict(zip(header, cells, strict=True))
             yield (
-                f"{path}:{number}",
+                f"{path}:{line_number}",
                 row | {key: _split_words(row[key]) for key in ("tokens", "tags") if key in row},
             )
         else:
@@ -261,7 +263,9 @@ def _read_conll(path: Path) -> Iterator[Row]:
         if any("\t" in line for _, line in numbered_lines if not line.startswith("#"))
         else None
     )
-    cells = [(number, line, _split_words(line, separator)) for number, line in numbered_lines]
+    cells = [
+        (line_number, line, _split_words(line, separator)) for line_number, line in numbered_lines
+    ]
     words = [
         row
         for _, line, row in cells
@@ -272,30 +276,30 @@ def _read_conll(path: Path) -> Iterator[Row]:
         raise InputError(
             f"{path}: found no line of a word and its tag, expected a word and a tag of IOB2 a line"
         )
-    hits = Counter(at for row in words for at, cell in enumerate(row) if IOB2.fullmatch(cell))
-    column = max(range(1, width), key=lambda at: (hits[at], at))
+    hits = Counter(index for row in words for index, cell in enumerate(row) if IOB2.fullmatch(cell))
+    column = max(range(1, width), key=lambda index: (hits[index], index))
     word_column = (
         1 if column > 1 and all(re.fullmatch(r"\d+([-.]\d+)?", row[0]) for row in words) else 0
     )
     for _, sentence in groupby(cells, key=lambda cell: bool(cell[1].strip())):
         row: dict[str, Any] = {"tokens": [], "tags": []}
         first = 0
-        for number, line, parts in sentence:
+        for line_number, line, parts in sentence:
             if line.startswith("#") and (len(parts) <= column or not IOB2.fullmatch(parts[column])):
                 if comment := re.match(r"#\s*sent_id\s*=\s*(\S+)", line):
                     row["id"] = comment[1]
             elif line.strip() and parts[0] != "-DOCSTART-":
                 if len(parts) <= column:
                     raise InputError(
-                        f"{path}:{number}: found {len(parts)} columns, "
+                        f"{path}:{line_number}: found {len(parts)} columns, "
                         f"expected the tag in column {column + 1}"
                     )
                 if not IOB2.fullmatch(parts[column]):
                     raise InputError(
-                        f"{path}:{number}: tag {parts[column]!r}: "
+                        f"{path}:{line_number}: tag {parts[column]!r}: "
                         "expected IOB2: O, B-TYPE or I-TYPE"
                     )
-                first = first or number
+                first = first or line_number
                 row["tokens"].append(parts[word_column])
                 row["tags"].append(parts[column])
         if row["tokens"]:
@@ -454,8 +458,8 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
         else:
             tags = get_value(row, "tags", location, list)
             names |= {
-                check_tag(tag, f"{location}: tag {at}", is_indexed=False): ""
-                for at, tag in enumerate(tags, 1)
+                check_tag(tag, f"{location}: tag {tag_number}", is_indexed=False): ""
+                for tag_number, tag in enumerate(tags, 1)
             }
     if family is TaskFamily.TC:
         return LabelSet(("O", *sorted(names.keys() - {"O"})), is_indexed=False)
@@ -463,9 +467,9 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
     if scores and all(_NUMBER.fullmatch(name) for name in names):
         advice = "names of classes that look like numbers need a meta.json that lists them"
         raise InputError(f"{names[scores[0]]}: label {scores[0]!r}: {_NO_REGRESSION}; {advice}")
-    numbers = all(_POSITION.fullmatch(name) for name in names)
+    is_numeric = all(_POSITION.fullmatch(name) for name in names)
     # Sorted twice, because 1 and 01 are equal as numbers.
-    return LabelSet(tuple(sorted(sorted(names), key=int if numbers else None)), is_indexed=False)
+    return LabelSet(tuple(sorted(sorted(names), key=int if is_numeric else None)), is_indexed=False)
 
 
 def check_label_names(
@@ -603,11 +607,14 @@ def _build_tagged_words(
             f"{location}: found {len(words)} tokens and {len(tags)} tags, "
             "expected as many of one as of the other"
         )
-    for at, word in enumerate(words, 1):
+    for word_number, word in enumerate(words, 1):
         if not isinstance(word, str):
-            raise InputError(f"{location}: token {at}: found {_format_value(word)}, expected text")
+            raise InputError(
+                f"{location}: token {word_number}: found {_format_value(word)}, expected text"
+            )
     checked = (
-        check_tag(tag, f"{location}: tag {at}", labels.is_indexed) for at, tag in enumerate(tags, 1)
+        check_tag(tag, f"{location}: tag {tag_number}", labels.is_indexed)
+        for tag_number, tag in enumerate(tags, 1)
     )
     return TaggedWords(name, tuple(words), tuple(labels.index(tag, location) for tag in checked))
 

@@ -180,13 +180,13 @@ def _load_labelled_split(name: str, revision: str, split: SplitName) -> Examples
     data = _load_hub_split(
         name, on_hub, spec.fields.values(), config=spec.config, revision=revision
     )
-    numbers = range(len(data))
+    row_indices = range(len(data))
     if shared and split != "test":
         train, validation = split_validation_rows(len(data))
-        numbers = [int(at) for at in (train if split == "train" else validation)]
-        data = data.select(numbers)
+        row_indices = [int(index) for index in (train if split == "train" else validation)]
+        data = data.select(row_indices)
     return build_hub_examples(
-        name, on_hub, data, numbers, spec, formats.LabelSet(spec.labels, is_indexed=True)
+        name, on_hub, data, row_indices, spec, formats.LabelSet(spec.labels, is_indexed=True)
     )
 
 
@@ -194,7 +194,7 @@ def build_hub_examples(
     name: str,
     on_hub: str,
     data: Any,
-    numbers: Iterable[int],
+    row_indices: Iterable[int],
     spec: HubSpec,
     labels: formats.LabelSet,
 ) -> Examples:
@@ -205,7 +205,7 @@ def build_hub_examples(
     Args:
         name: Name of the data set, for messages.
         data: Table of `datasets` (Dataset).
-        numbers: Row numbers, from 0, in the Hub's split `on_hub`, one for each row of `data`.
+        row_indices: Row indices, from 0, in the Hub's split `on_hub`, one for each row of `data`.
 
     Raises:
         InputError: A text or a sentence is wrong.
@@ -219,12 +219,12 @@ def build_hub_examples(
     names = dict(enumerate(getattr(tags, "names", None) or ()))
     examples = []
     errors = []
-    for number, hub_row in zip(numbers, data.to_list(), strict=True):
+    for row_index, hub_row in zip(row_indices, data.to_list(), strict=True):
         row = {ours: hub_row[theirs] for ours, theirs in spec.fields.items()}
         row["id"] = (
             hub_row["id"]
             if spec.family is TaskFamily.QA and isinstance(hub_row.get("id"), str)
-            else f"{on_hub}-{number}"
+            else f"{on_hub}-{row_index}"
         )
         if spec.family is TaskFamily.TC:
             if row["tokens"] == row["tags"] == []:
@@ -234,7 +234,7 @@ def build_hub_examples(
         if "is_impossible" in hub_row:
             row["is_impossible"] = hub_row["is_impossible"]
         try:
-            place = f"{name}: {on_hub} row {number + 1}"
+            place = f"{name}: {on_hub} row {row_index + 1}"
             examples.append(
                 formats.build_example(spec.family, row, place, "", labels, spec.template)
             )
@@ -262,11 +262,11 @@ def _load_training_pairs(name: str, revision: str, split: SplitName) -> Examples
         )
     data = _load_hub_split(name, "train", ("query", "positive"), revision=revision)
     pairs = []
-    for number, row in enumerate(data.select_columns(["query", "positive"]).to_list()):
-        place = f"{name}: train row {number + 1}"
+    for row_index, row in enumerate(data.select_columns(["query", "positive"]).to_list()):
+        place = f"{name}: train row {row_index + 1}"
         query = formats.get_value(row, "query", place, str)
         document = formats.get_value(row, "positive", place, str)
-        pairs.append(Pair(f"train-{number}", QUERY + query, DOCUMENT + document))
+        pairs.append(Pair(f"train-{row_index}", QUERY + query, DOCUMENT + document))
     return pairs
 
 
@@ -352,18 +352,18 @@ def _load_judged_texts(name: str, part: str, judged: Iterable[Collection[str]]) 
     import pyarrow
     import pyarrow.compute
 
-    judged_ids = {name for some in judged for name in some}
+    judged_ids = {name for ids in judged for name in ids}
     key = "docid" if name == "mldr_en" else "_id"
     title = name == "nq" and part == "corpus"
     data = _load_hub_split(name, part, (key, "text", *(["title"] if title else [])), config=part)
     names = pyarrow.array(judged_ids, pyarrow.string())
-    numbers = []
+    row_indices = []
     start = 0
     for batch in data.select_columns([key]).with_format("arrow").iter(_ROWS_AT_ONCE):
         is_judged = pyarrow.compute.is_in(batch[key].cast(pyarrow.string()), value_set=names)
-        numbers += (start + np.flatnonzero(is_judged.to_numpy())).tolist()
+        row_indices += (start + np.flatnonzero(is_judged.to_numpy())).tolist()
         start += len(batch)
-    rows_found = data.select(numbers).to_list()
+    rows_found = data.select(row_indices).to_list()
     texts = {
         str(row[key]): f"{row['title'] or ''}. {row['text']}" if title else row["text"]
         for row in rows_found

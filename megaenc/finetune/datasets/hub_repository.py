@@ -185,5 +185,6 @@ def _find_labels(
     on_hub = splits.get("train") or next(iter(splits.values()))
     rows = enumerate(data[fields[ours]], start=1)
     return formats.collect_labels(
-        family, ((f"{place}: {on_hub} row {number}", {ours: value}) for number, value in rows)
+        family,
+        ((f"{place}: {on_hub} row {row_number}", {ours: value}) for row_number, value in rows),
     )

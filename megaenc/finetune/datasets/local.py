@@ -196,23 +196,23 @@ def build_split_reader(
             raise InputError(
                 f"{place}: no {split} split, expected a {noun} {_SPLIT_WORDS[split][0]}{ending}"
             )
-        other = "test"
+        test_source = "test"
         missing = "validation"
         role = ""
         if "test" not in parts:
             part_name = getattr(parts["validation"], "name", parts["validation"])
-            other = "validation"
+            test_source = "validation"
             missing = "test"
             role = f", and {part_name} is the test split"
         print_once(f"{name}: no {missing} {noun}: 5 % of train validate (seed 42){role}")
         if split == "test":
-            return read_part(parts[other])
+            return read_part(parts[test_source])
         examples = read_part(parts["train"])
         if len(examples) < 2:
             reason = format_too_few_error(len(examples), "examples", f"{missing}{ending}")
             raise InputError(f"{parts['train'] if noun == 'file' else place}: {reason}")
         train, validation = split_validation_rows(len(examples))
-        return [examples[at] for at in (train if split == "train" else validation)]
+        return [examples[index] for index in (train if split == "train" else validation)]
 
     return read_split
 
@@ -236,11 +236,13 @@ def _read_examples(
     examples = []
     left_out = 0
     places: dict[str, str] = {}
-    for number, (location, row) in enumerate(formats.read_rows(path)):
+    for row_index, (location, row) in enumerate(formats.read_rows(path)):
         if family is TaskFamily.TC and row.get("tokens") == [] and row.get("tags") == []:
             left_out += 1
             continue
-        examples.append(formats.build_example(family, row, location, f"{number}", labels, template))
+        examples.append(
+            formats.build_example(family, row, location, f"{row_index}", labels, template)
+        )
         formats.register_id(places, examples[-1].id, location)
     if left_out:
         print_once(f"{path}: {left_out:,} sentences without a word are left out")
@@ -272,9 +274,9 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
     column = "label" if family is TaskFamily.SC else "tags"
     first_file = data_files[0]
     class_names = {
-        other: read_parquet_label_names(other, column)
-        for other in data_files
-        if other.suffix.lower() == ".parquet"
+        data_file: read_parquet_label_names(data_file, column)
+        for data_file in data_files
+        if data_file.suffix.lower() == ".parquet"
     }
     metadata = (
         read_json_object(file, "an object with labels or tags", unique_keys=True)
@@ -287,11 +289,11 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
         return formats.check_label_names(
             family, label_names, f"{file}: key `{key}`", is_encoded=first_names is not None
         )
-    for other, names in class_names.items():
+    for data_file, names in class_names.items():
         if names not in (None, first_names):
             name_list = formats.format_name_list(names)
             raise InputError(
-                f"{other}: names of column `{column}`: found {name_list}, "
+                f"{data_file}: names of column `{column}`: found {name_list}, "
                 f"expected those of {first_file} or a {file.name}"
             )
     if first_names is not None:

@@ -130,7 +130,7 @@ def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
         "rate": len(settings.learning_rates),
     }
     size = " x ".join(
-        format_count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items()
+        format_count(count, noun) for noun, count in (sizes | {"seed": settings.seeds}).items()
     )
     once = "" if evaluations == trainings else "; retrieval trains once for all its sets"
     print_rank_0(

@@ -121,7 +121,7 @@ def execute_jobs(
                             log_tail = outcome.log_tail.replace("\n", "\n    ")
                             last = f":\n    {log_tail}" if log_tail else ""
                             reason = f"crashed twice, {outcome.reason}; {log_path(job)}{last}"
-                        if reason not in [one.reason for one in failed]:
+                        if reason not in [failure.reason for failure in failed]:
                             display.print_line(f"{job.name}: {reason.splitlines()[0]}")
                         failed.append(FailedJob(job, reason, outcome.kind == "refused"))
                 display.show(
@@ -130,5 +130,5 @@ def execute_jobs(
         finally:
             for worker in running:
                 worker.kill()
-    order = {job: at for at, job in enumerate(jobs)}
-    return sorted(failed, key=lambda one: order[one.job])
+    order = {job: index for index, job in enumerate(jobs)}
+    return sorted(failed, key=lambda failure: order[failure.job])

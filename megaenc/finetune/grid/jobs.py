@@ -69,10 +69,10 @@ def build_jobs(
     jobs = []
     for (family, train_on), members in trainings.items():
         first_dataset = members[0][1]
-        for _, other in members:
-            if other.train_fingerprint != first_dataset.train_fingerprint:
+        for _, dataset in members:
+            if dataset.train_fingerprint != first_dataset.train_fingerprint:
                 raise InputError(
-                    f"--datasets {other.name}: found other pairs named {train_on} than "
+                    f"--datasets {dataset.name}: found other pairs named {train_on} than "
                     f"{first_dataset.name} has"
                 )
         evaluate_on = tuple(
@@ -175,8 +175,8 @@ def is_run_locked(job: FinetuneJob) -> bool:
 
     The lock is taken for a moment to find out.
     """
-    with try_lock_run(job) as is_own:
-        return not is_own
+    with try_lock_run(job) as is_acquired:
+        return not is_acquired
 
 
 def try_lock_run(job: FinetuneJob) -> AbstractContextManager[bool]:

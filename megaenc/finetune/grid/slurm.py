@@ -72,8 +72,8 @@ def submit_jobs(
         return []
     size = settings.jobs_per_task
     tasks = [
-        SlurmTask(tuple(jobs[at : at + size]), run_function, local)
-        for at in range(0, len(jobs), size)
+        SlurmTask(tuple(jobs[start : start + size]), run_function, local)
+        for start in range(0, len(jobs), size)
     ]
     logs = Path(output, ".slurm")
     submitted = submit_tasks(

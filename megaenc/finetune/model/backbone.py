@@ -85,10 +85,10 @@ def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.nda
     groups = []
     start = 0
     tokens = 0
-    for at, length in enumerate(lengths[rows].tolist()):
+    for index, length in enumerate(lengths[rows].tolist()):
         if tokens and tokens + length > tokens_per_forward:
-            groups.append(rows[start:at])
-            start = at
+            groups.append(rows[start:index])
+            start = index
             tokens = 0
         tokens += length
     return [*groups, rows[start:]] if len(rows) else []
@@ -123,7 +123,7 @@ class Backbone(nn.Module):
         transformers' decoders with `is_causal: false`. Encoders pass a window that is one too
         large."""
         self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
-        self._own_attention = model.config._attn_implementation
+        self._model_attention = model.config._attn_implementation
         self._padding = model.config.pad_token_id or 0
 
     @property
@@ -189,7 +189,7 @@ class Backbone(nn.Module):
         The model's own attention gets padded batches. Whether the model supports packing is not
         checked: `load_backbone` tests it.
         """
-        self.model.set_attn_implementation(_ATTENTION_NAME if packed else self._own_attention)
+        self.model.set_attn_implementation(_ATTENTION_NAME if packed else self._model_attention)
         self.is_packed = packed
 
     def set_direction(self, attention: AttentionDirection) -> None:
@@ -291,10 +291,19 @@ def packed_attention_forward(
         and not dropout
     ):
         # The kernel supports only 16-bit numbers on a GPU and no dropout.
-        ends = packed.cu_seqlens
+        cu_seqlens = packed.cu_seqlens
         longest = packed.lengths[-1]
         out = varlen_attn(
-            q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GQA_OPTIONS
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=reach,
+            **_GQA_OPTIONS,
         )
     else:
         out = _sdpa_by_length(q, k, v, packed, reach, scaling, dropout)

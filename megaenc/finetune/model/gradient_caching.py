@@ -42,10 +42,12 @@ def backward_by_packs(
     vectors = torch.cat(embedded).requires_grad_()
     loss = compute_loss(vectors)
     loss.backward()
-    own, *others = vectors.grad.split([len(part) for part in embedded])
-    first.backward(own)
+    first_gradient, *next_gradients = vectors.grad.split([len(part) for part in embedded])
+    first.backward(first_gradient)
     del first  # frees its graph
-    for packed, (state, gpu_state), gradient in zip(packs[1:], random_states, others, strict=True):
+    for packed, (state, gpu_state), gradient in zip(
+        packs[1:], random_states, next_gradients, strict=True
+    ):
         with torch.random.fork_rng([device] if on_gpu else []):
             torch.set_rng_state(state)
             if on_gpu:

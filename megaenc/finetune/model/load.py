@@ -212,7 +212,7 @@ def _select_attention(backbone: Backbone, directory: str) -> None:
     """
     try:
         probe = AttentionProbe(backbone)
-        own_direction = probe.detect_direction(backbone.compute_padded_states)
+        model_direction = probe.detect_direction(backbone.compute_padded_states)
     # A config.json that a model can be built from may still fail in any way.
     except Exception as error:
         raise InputError(
@@ -220,16 +220,16 @@ def _select_attention(backbone: Backbone, directory: str) -> None:
             "check its config.json"
         ) from None
     if backbone.attention is None:
-        if own_direction is None:
+        if model_direction is None:
             raise InputError(
                 f"--model {directory}: its own attention is neither bidirectional nor causal; "
                 "choose one, --attention"
             )
-        backbone.attention = own_direction
+        backbone.attention = model_direction
     problem = (
         "its own attention is neither bidirectional nor causal"
-        if own_direction is None
-        else probe.enable_packing(own_direction)
+        if model_direction is None
+        else probe.enable_packing(model_direction)
     )
     if problem is None:
         return
@@ -333,22 +333,22 @@ class AttentionProbe:
         states = states[: (size + 1) * size].float().unflatten(0, (size + 1, size))
         return (states[1:] - states[0]).abs().amax(-1) > _MIN_INFLUENCE * states.abs().max()
 
-    def is_different(self, *ways: Callable[[PackedTexts], Tensor]) -> bool:
+    def is_different(self, *functions: Callable[[PackedTexts], Tensor]) -> bool:
         """Return whether two functions differ beyond rounding on the random texts.
 
         Args:
-            ways: The two functions, from packed texts to states.
+            functions: The two functions, from packed texts to states.
         """
         texts = self.pack_probe_texts()
-        return _is_different(*(read(texts) for read in ways))
+        return _is_different(*(function(texts) for function in functions))
 
-    def enable_packing(self, own_direction: AttentionDirection) -> str | None:
+    def enable_packing(self, model_direction: AttentionDirection) -> str | None:
         """Switch to packed attention if all tests pass, else stay unpacked.
 
         The direction of the model's own attention may be changed by the tests.
 
         Args:
-            own_direction: Direction of the model's own attention.
+            model_direction: Direction of the model's own attention.
 
         Returns:
             None, or text on the failed test.
@@ -361,7 +361,7 @@ class AttentionProbe:
         states = {}
         try:
             backbone.set_packed(True)
-            for direction in (own_direction, target):
+            for direction in (model_direction, target):
                 backbone.attention = direction
                 # Collects the sliding windows.
                 backbone.compute_states(pack_texts(self._draw_texts(1, 2), backbone.device))
@@ -377,7 +377,7 @@ class AttentionProbe:
         if wrong:
             return f"{kind} mixes texts or directions"
         for direction in states:
-            if direction != own_direction:
+            if direction != model_direction:
                 backbone.set_direction(direction)
                 if self.detect_direction(backbone.compute_padded_states) != direction:
                     # transformers does not support this direction, so there is no reference.
@@ -391,10 +391,10 @@ class AttentionProbe:
 
     def _are_texts_mixed(self) -> bool:
         """Return whether a text's states depend on other texts of its pack."""
-        first, second, other = self._draw_texts(4, 5, 4)
+        first, second, third = self._draw_texts(4, 5, 4)
         packs = (
-            pack_texts([first, other, second], self.backbone.device),
-            pack_texts([other, first, second], self.backbone.device),
+            pack_texts([first, third, second], self.backbone.device),
+            pack_texts([third, first, second], self.backbone.device),
         )
         return _is_different(*(self.backbone.compute_states(texts)[8:] for texts in packs))
 
@@ -418,9 +418,10 @@ class AttentionProbe:
         return [random.choice(self._usable, length) for length in lengths]
 
 
-def _is_different(one: Tensor, other: Tensor, close: float = _TOLERANCE) -> bool:
+def _is_different(first: Tensor, second: Tensor, tolerance: float = _TOLERANCE) -> bool:
     """Return whether two state tensors differ by more than a relative tolerance.
 
     A tensor with NaN differs from all.
     """
-    return not bool((one - other).abs().max() <= close * other.abs().max())  # nan is apart from all
+    # A comparison with NaN is false.
+    return not bool((first - second).abs().max() <= tolerance * second.abs().max())

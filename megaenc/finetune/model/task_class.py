@@ -246,7 +246,7 @@ def _express_linear_head(
     """
     with torch.device("meta"):
         empty = kind(copy.deepcopy(config))
-    own = [
+    head_names = [
         name
         for name, _ in empty.named_parameters()
         if not name.startswith(f"{kind.base_model_prefix}.")
@@ -254,8 +254,8 @@ def _express_linear_head(
     weight = head.weight.detach().float().cpu()
     bias = head.bias.detach().float().cpu()
     labels, hidden_size = weight.shape
-    modules = {name.rpartition(".")[0] for name in own}
-    if len(modules) == 1 and len(own) == 2:
+    modules = {name.rpartition(".")[0] for name in head_names}
+    if len(modules) == 1 and len(head_names) == 2:
         [module] = modules
         return {f"{module}.weight": weight, f"{module}.bias": bias}
     if config.model_type == "eurobert" and family == TaskFamily.SC and 2 * labels <= hidden_size:

@@ -465,7 +465,10 @@ def read_result(path: Path) -> Result | None:
     values = read_fields(file)
     if values is not None:
         checked = check_json(_RESULT_FILE, values, file, _ADVICE)
-        evaluations = [(one["step"], one["score"]) for one in checked.get("evaluations", ())]
+        evaluations = [
+            (evaluation["step"], evaluation["score"])
+            for evaluation in checked.get("evaluations", ())
+        ]
         return Result(
             *run,
             path,

@@ -145,9 +145,12 @@ def build_summary(
         members = sorted(by_model[family, model], key=lambda cell: (cell.dataset, cell.train_on))
         if aggregate.has_repeated_datasets(members):
             summary.repeated_families.add((model, str(family)))
-        for over in [*([cell] for cell in members), *aggregate.group_for_averages(family, members)]:
+        for group in [
+            *([cell] for cell in members),
+            *aggregate.group_for_averages(family, members),
+        ]:
             summary.rows.extend(
-                _build_row(over, metric, kind) for metric in _select_metrics(over, metrics)
+                _build_row(group, metric, kind) for metric in _select_metrics(group, metrics)
             )
         summary.rates.extend(row for cell in members if (row := _build_rate_row(cell)) is not None)
     return summary

@@ -114,7 +114,10 @@ class QuestionAnswering(FinetuneTask):
         bounds = zip(
             data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True
         )
-        positions = [{at if at < past else at + 1 for at in range(*gold)} for gold, past in bounds]
+        positions = [
+            {position if position < context_end else position + 1 for position in range(*gold)}
+            for gold, context_end in bounds
+        ]
         overlap = np.zeros(len(data))
         answers = [""] * len(data)
         for row, logits in self.predict_texts(model, data):
@@ -229,10 +232,11 @@ def find_best_span(log_odds: np.ndarray) -> tuple[int, int] | None:
         (start, end), end excluded, or None if none is positive.
     """
     inside = np.concatenate([[False], log_odds > 0, [False]])
-    edges = np.flatnonzero(inside[1:] != inside[:-1]).reshape(-1, 2)
-    if not len(edges):
+    boundaries = np.flatnonzero(inside[1:] != inside[:-1]).reshape(-1, 2)
+    if not len(boundaries):
         return None
     best = max(
-        range(len(edges)), key=lambda run: (log_odds[edges[run, 0] : edges[run, 1]].mean(), -run)
+        range(len(boundaries)),
+        key=lambda run: (log_odds[boundaries[run, 0] : boundaries[run, 1]].mean(), -run),
     )
-    return int(edges[best, 0]), int(edges[best, 1])
+    return int(boundaries[best, 0]), int(boundaries[best, 1])

@@ -72,13 +72,13 @@ class RetrievalTask(FinetuneTask):
         self.clear_cache()
         texts = data["queries"].gather_rows(rows) + data["documents"].gather_rows(rows)
         parts = self.split_into_forwards(np.array([len(text) for text in texts]))
-        packs = [pack_texts([texts[at] for at in part], model.device) for part in parts]
+        packs = [pack_texts([texts[index] for index in part], model.device) for part in parts]
         order = np.argsort(np.concatenate(parts))
 
         def compute_loss(vectors: Tensor) -> Tensor:
             queries, documents = vectors[order].chunk(2)
-            own = torch.arange(len(queries), device=vectors.device)
-            return cross_entropy(self.protocol.scale * queries @ documents.T, own)
+            targets = torch.arange(len(queries), device=vectors.device)
+            return cross_entropy(self.protocol.scale * queries @ documents.T, targets)
 
         return backward_by_packs(
             packs, lambda packed: self.compute_outputs(model, packed), compute_loss
@@ -102,7 +102,7 @@ class RetrievalTask(FinetuneTask):
         judged = [query for query in examples.queries if examples.relevant.get(query)]
         names = list(examples.documents)
         order = compute_trec_order(names)
-        names = [names[at] for at in order]
+        names = [names[index] for index in order]
         row_of = {name: row for row, name in enumerate(names)}
         values: dict[str, list[float]] = {
             "score": [],
@@ -118,14 +118,16 @@ class RetrievalTask(FinetuneTask):
             grade_of = examples.relevant[query]
             spread = max(spread, float(cosines.max() - cosines.min()))
             best = rank_top_documents(cosines, RANKING_DEPTH + 1)
-            own = find_own_document(query, grade_of) if examples.ignore_identical_ids else None
-            best = best[best != row_of.get(own, -1)][:RANKING_DEPTH]
-            grades = np.array([grade_of.get(names[at], 0) for at in best])
+            excluded = (
+                find_excluded_document(query, grade_of) if examples.ignore_identical_ids else None
+            )
+            best = best[best != row_of.get(excluded, -1)][:RANKING_DEPTH]
+            grades = np.array([grade_of.get(names[index], 0) for index in best])
             values["score"].append(retrieved_ndcg(grades > 0, cosines[best]))
             values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
             values["mrr@10"].append(reciprocal_rank(grades))
             values["recall@100"].append(recall(grades, len(grade_of)))
-            random_metrics.append(compute_query_baseline(grade_of, examples.documents, own))
+            random_metrics.append(compute_query_baseline(grade_of, examples.documents, excluded))
         baseline = {
             name: float(np.mean([metrics[name] for metrics in random_metrics])) for name in values
         }
@@ -187,9 +189,9 @@ def iterate_cosines(queries: Tensor, documents: Tensor) -> Iterator[np.ndarray]:
         queries: Embeddings of length 1, one a row.
         documents: Embeddings of length 1, one a row, at least one.
     """
-    block = max(1, _MAX_COSINES // len(documents))
-    for some in queries.split(block):
-        yield from (some @ documents.T).cpu().numpy()
+    size = max(1, _MAX_COSINES // len(documents))
+    for rows in queries.split(size):
+        yield from (rows @ documents.T).cpu().numpy()
 
 
 def _compute_discounts(count: int) -> np.ndarray:
@@ -234,8 +236,8 @@ def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> floa
         all_grades: Grades of all relevant documents.
     """
     ideal = _compute_ideal_dcg(all_grades, depth)
-    top = grades[:depth]
-    return float((top * _compute_discounts(len(top))).sum() / ideal) if ideal else 0.0
+    ranked = grades[:depth]
+    return float((ranked * _compute_discounts(len(ranked))).sum() / ideal) if ideal else 0.0
 
 
 def reciprocal_rank(grades: np.ndarray, depth: int = 10) -> float:
@@ -288,7 +290,7 @@ def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
     return candidates[np.argsort(-scores[candidates], kind="stable")[:depth]]
 
 
-def find_own_document(query: str, grade_of: Mapping[str, int]) -> str | None:
+def find_excluded_document(query: str, grade_of: Mapping[str, int]) -> str | None:
     """Return the id of the document that the ranking of `query`, an id, leaves out.
 
     The document with the query's id is left out, as in BEIR, where such a document is the query
@@ -302,7 +304,7 @@ def find_own_document(query: str, grade_of: Mapping[str, int]) -> str | None:
 
 
 def compute_query_baseline(
-    grade_of: Mapping[str, int], documents: Collection[str], own: str | None
+    grade_of: Mapping[str, int], documents: Collection[str], excluded: str | None
 ) -> dict[str, float]:
     """Return a query's expected metrics over random orders of `documents`.
 
@@ -311,9 +313,9 @@ def compute_query_baseline(
     Args:
         grade_of: Grades of all relevant documents by id, also of those that are not ranked.
         documents: Ids of all documents.
-        own: Id of the document that is left out, or None.
+        excluded: Id of the document that is left out, or None.
     """
-    count = len(documents) - (own in documents)
+    count = len(documents) - (excluded in documents)
     missing = [grade for document, grade in grade_of.items() if document not in documents]
     return compute_random_baseline(
         max(count, 1), tuple(sorted(grade_of.values())), tuple(sorted(missing))

@@ -161,8 +161,8 @@ def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) 
         votes = np.zeros((count, int(tags.max()) + 1), dtype=np.int64)
         np.add.at(votes, (words, tags), 1)
         winners = np.flatnonzero(votes[words, tags] == votes.max(axis=1)[words])
-        with_one, first = np.unique(words[winners], return_index=True)
-        voted[with_one] = tags[winners][first]
+        voted_words, first = np.unique(words[winners], return_index=True)
+        voted[voted_words] = tags[winners][first]
     return voted
 
 
@@ -180,13 +180,13 @@ def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.nd
         float64[sentences].
     """
     scores = np.zeros(len(gold))
-    for at, (gold_tags, predicted_tags) in enumerate(zip(gold, predicted, strict=True)):
+    for index, (gold_tags, predicted_tags) in enumerate(zip(gold, predicted, strict=True)):
         size = int(max(gold_tags.max(), predicted_tags.max())) + 1
         gold_counts = np.bincount(gold_tags, minlength=size)
         predicted_counts = np.bincount(predicted_tags, minlength=size)
         hits = np.bincount(gold_tags[gold_tags == predicted_tags], minlength=size)
         present = gold_counts + predicted_counts > 0
-        scores[at] = (2 * hits[present] / (gold_counts + predicted_counts)[present]).mean()
+        scores[index] = (2 * hits[present] / (gold_counts + predicted_counts)[present]).mean()
     return scores
 
 
