@@ -41,7 +41,10 @@ _BASELINE_DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class FinetuneRunConfig:
-    """Options of `megaenc finetune run`: model, data set, hyperparameters, output."""
+    """Options of `megaenc finetune run`: model, data set, hyperparameters, output.
+
+    Each field is a flag; `model` and `dataset` must be given.
+    """
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
@@ -71,9 +74,12 @@ class FinetuneRunConfig:
 def run_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune run`: train and evaluate a model, and print its scores.
 
-    If the output directory has the results of this run, training is skipped, except for
-    --save-model. The exit code is 1 if the run failed, now or earlier; then only --retry-failed
-    repeats it.
+    Existing results of this run in the output directory are printed without training, except with
+    --save-model. The process exits with 1 if the run failed (NaN or inf), now or earlier; only
+    --retry-failed repeats a failed run. Wrong input exits with 2.
+
+    Args:
+        argv: The flags; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse_with_config(

@@ -20,7 +20,9 @@ LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 class FinetuneConfig:
     """Hyperparameters of fine-tuning and evaluation: batch, steps, AdamW, precision.
 
-    The defaults are the study's except for the precision, which is "paper-bf16" there.
+    Each field is a flag. The defaults are those of the study (EncodEval) except for the precision,
+    which is "paper-bf16" there. Empty `precision` and `special_tokens` and 0 as `max_length` stand
+    for values that a run takes from machine, tokenizer and model.
     """
 
     batch_size: PositiveInt = 32
@@ -136,8 +138,8 @@ class FinetuneConfig:
 
 
 def format_learning_rate(rate: float) -> str:
-    """Return a learning rate in scientific notation, exact and shortest: 2e-05.
+    """Return a finite learning rate in scientific notation, such as `2e-05`.
 
-    The rate must be finite.
+    The text has the fewest digits that give exactly `rate` when parsed.
     """
     return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)

@@ -38,9 +38,10 @@ SplitName: TypeAlias = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class LabelledText:
-    """Text or pair of texts with an id and the index of its label.
+    """Example of sequence classification: id, text or pair of texts, label index.
 
-    A pair that a template joins is one text: `text_pair` is None.
+    `label` is an index in `Dataset.labels`. `text_pair` is the second text; None for a single text
+    and for a pair that a template has joined to one text.
     """
 
     id: str
@@ -50,13 +51,16 @@ class LabelledText:
 
     @property
     def content(self) -> str | tuple[str, str]:
-        """Return the text, or both texts of a pair."""
+        """Return the text, or both texts of a pair as a tuple."""
         return self.text if self.text_pair is None else (self.text, self.text_pair)
 
 
 @dataclass(frozen=True)
 class TaggedWords:
-    """Example of token classification: id, words of a sentence, tag index of each."""
+    """Example of token classification: id, words of a sentence, tag index of each.
+
+    `tags` has an index in `Dataset.labels` for each word.
+    """
 
     id: str
     words: tuple[str, ...]
@@ -75,7 +79,7 @@ class Answer:
 class Question:
     """Example of question answering: id, question, context and accepted answers.
 
-    An unanswerable question has no answers.
+    Training uses only the first answer; evaluation accepts any. An unanswerable question has none.
     """
 
     id: str
@@ -86,7 +90,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Pair:
-    """Training pair of retrieval: id, query and relevant document, both with prefixes."""
+    """Training pair of retrieval: id, query and relevant document.
+
+    Query and document include their prefixes, QUERY and DOCUMENT.
+    """
 
     id: str
     query: str
@@ -97,7 +104,9 @@ class Pair:
 class RetrievalExamples:
     """Validation or test split of retrieval: queries, documents and relevance grades.
 
-    Queries and documents are texts with prefixes, by id.
+    `queries` and `documents` are texts by id, with the prefixes QUERY and DOCUMENT in fine-tuning.
+    `relevant` has the grades above 0 by query id, then document id; a document may be missing in
+    `documents`. If `ignore_identical_ids`, the document with a query's id is not ranked.
     """
 
     queries: dict[str, str]
@@ -122,7 +131,12 @@ class DataUnavailable(OSError):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Labelled data set: task family, labels, fingerprints and a reader of its splits."""
+    """Labelled data set: task family, labels, fingerprints and a reader of its splits.
+
+    `find_dataset` builds it by name or path, and `load_split` reads its examples. `labels` are
+    classes or tags in the order of their indices, empty for QA and IR. `train_on` names the
+    training data, which differs from `name` only in retrieval.
+    """
 
     name: str
     """Name of the data set and of its directory in results."""
@@ -168,7 +182,10 @@ def hash_json(content: Any) -> str:
 
 @functools.cache
 def print_once(text: str) -> None:
-    """Print a line on rank 0, unless this process has printed the same line before."""
+    """Print `text` as a line on rank 0, only at its first call with this text.
+
+    Repetitions are detected within a process.
+    """
     print_rank_0(text)
 
 
@@ -205,8 +222,8 @@ def format_too_few_error(count: int, noun: str, file: str) -> str:
 def choose_validation_queries(query_ids: list[str]) -> set[str]:
     """Return a random half of the query ids for validation, always the same.
 
-    This is the study's rule for NQ. The order of the ids has no effect. Half of an odd number is
-    rounded to the even neighbour: 2 of 3, 2 of 5.
+    This is the study's rule for NQ (seed 42). The order of the ids has no effect. Half of an odd
+    number is rounded to the even neighbour: 2 of 3, 2 of 5.
     """
     ordered = sorted(query_ids)
     order = np.random.default_rng(_VALIDATION_SEED).permutation(len(ordered))

@@ -52,9 +52,11 @@ class FillMaskConfig:
 
 @dataclass(frozen=True)
 class MaskScore:
-    """Accuracy and loss on masked tokens, and the most frequent token's accuracy.
+    """Accuracy and loss of a model on masked tokens.
 
-    Accuracies are fractions of the `token_count` masked tokens that were scored.
+    `accuracy` and `most_frequent_accuracy`, that of always guessing the most frequent masked token,
+    are fractions of the `token_count` masked tokens that were scored. `loss` is their mean
+    cross-entropy in nats.
     """
 
     token_count: int
@@ -67,7 +69,10 @@ class MaskScore:
 
 @dataclass(frozen=True)
 class MaskedSentence:
-    """Sentence with one masked word, and the text before and after the word."""
+    """Sentence with one masked word, and the text before and after the word.
+
+    `before + word + after` is the sentence.
+    """
 
     before: str
     word: str
@@ -75,12 +80,12 @@ class MaskedSentence:
 
 
 def load_masked_lm(directory: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
-    """Return a directory's masked language model and tokenizer.
+    """Return a directory's masked language model and tokenizer, ready for evaluation.
 
     The model is float32, in eval mode and on the machine's accelerator, if there is one. A decoder
-    with bidirectional attention (`is_causal_decoder`) is accepted. Logits that stand before their
-    tokens (`prediction_shift` in config.json) are shifted; tokens too near the start get equal
-    logits.
+    with bidirectional attention is accepted. A model that predicts a token from `prediction_shift`
+    (config.json) positions earlier gets its logits moved to the token's position; the first
+    `prediction_shift` positions have logits of 0.
 
     Raises:
         InputError: The directory holds no masked language model with a mask token.
@@ -116,14 +121,15 @@ def compute_mask_score(
 ) -> MaskScore:
     """Return a model's accuracy and loss on masked tokens.
 
-    Documents have the special tokens that the tokenizer adds, or at least an EOS, and are split
-    into windows. The first token of a window is not scored. The masks are the same in every call.
+    Documents get the tokenizer's special tokens, or at least an EOS, and are split into windows.
+    Masks are the same in every call. A window's first token is not scored.
 
     Args:
-        texts: Documents, one a text.
-        mask: Fraction of the tokens to mask, as in MLM.
-        limit: Number of tokens to read from the start of `texts`, special tokens included.
-        seq_length: Maximum tokens of a window (see `choose_window_length`).
+        model, tokenizer: Result of `load_masked_lm`.
+        texts: Documents.
+        mask: Fraction of the tokens to mask, above 0.
+        limit: Number of tokens to read from the start of `texts`.
+        seq_length: Maximum tokens of a window; 0: the most that model and tokenizer read.
 
     Raises:
         InputError: No token can be masked, or the model reads fewer tokens than `seq_length`.
@@ -185,13 +191,13 @@ def compute_mask_score(
 def choose_window_length(
     seq_length: int, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast"
 ) -> int:
-    """Return the window length in tokens of --seq-length.
+    """Return `seq_length`, or if it is 0 the most tokens that can be read.
 
-    The length for 0 is the most tokens that both model and tokenizer read. Another length is not
-    compared with the tokenizer's maximum.
+    The most is the lower of the model's and the tokenizer's maximum. A length above 0 is compared
+    only with the model's.
 
     Raises:
-        InputError: The model reads fewer tokens.
+        InputError: The model reads fewer tokens than `seq_length`.
     """
     from megaenc.hf.model import find_position_offset
 
@@ -240,7 +246,7 @@ def choose_masked_sentences(
     """Return at most `count` sentences with one masked content word, by a fixed seed.
 
     The sentences are English, have 8 to 25 words, and are of different documents, in the order of
-    `texts`, which is read to its end. The masked word is one token.
+    `texts`, which is read to its end. The masked word is one token of `tokenizer`.
     """
     sentences = []
     function_words = _FUNCTION_WORDS.split()
@@ -269,15 +275,15 @@ def predict_masked_words(
 ) -> list[list[tuple[str, float]]]:
     """Return the three most likely guesses of each sentence's masked word, best first.
 
-    Unlike transformers' fill-mask pipeline, it accepts decoders. Predictions are read at the mask.
-    The length of a sentence is not checked.
+    Unlike transformers' fill-mask pipeline, it accepts decoders. A sentence must not be longer than
+    the model's maximum, which is not checked.
 
     Args:
-        model: Model from `load_masked_lm`, which moves shifted predictions (MNTP) to their tokens.
+        model, tokenizer: Result of `load_masked_lm`.
 
     Returns:
-        (token text without spaces around it, probability from 0 to 1) pairs for each sentence. A
-        blank token is shown as its `repr`.
+        For each sentence, three pairs (token text without spaces around it, probability from 0 to
+        1). A blank token is shown as its `repr`.
     """
     import torch
 
@@ -303,12 +309,12 @@ def predict_masked_words(
 
 
 def build_table(sentences: list[MaskedSentence], guesses: list[list[tuple[str, float]]]) -> Any:
-    """Return rich's Table of sentences with a gap, masked words and guesses.
+    """Return a `rich.table.Table` of sentences with a gap, masked words and guesses.
 
     Each sentence has a row. Correct guesses are marked.
 
     Args:
-        guesses: Result of `predict_masked_words` for the sentences.
+        guesses: Result of `predict_masked_words` for `sentences`.
     """
     from rich import box
     from rich.table import Table
@@ -336,10 +342,11 @@ def print_surest(
 ) -> None:
     """Print the sentences with the most probable first guesses, and the accuracy.
 
-    The accuracy is that of first guesses over all sentences. Without sentences nothing is printed.
+    The accuracy is that of the first guesses of all `sentences`. Without sentences nothing is
+    printed.
 
     Args:
-        guesses: Result of `predict_masked_words` for the sentences.
+        guesses: Result of `predict_masked_words` for `sentences`.
         count: Number of sentences to print.
     """
     if not sentences:
@@ -357,7 +364,13 @@ def print_surest(
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc fill-mask`: print guesses of masked words and the accuracy."""
+    """Run `megaenc fill-mask`: print guesses of masked words and the accuracy.
+
+    Wrong input exits with 2.
+
+    Args:
+        argv: The flags; None: those of this process.
+    """
     silence_libraries()
     settings = flags.parse(FillMaskConfig, argv, prog="megaenc fill-mask", description=__doc__)
     source = InputConfig(settings.input, encoding=settings.encoding, delimiter=settings.delimiter)

@@ -16,7 +16,7 @@ TOKENIZED_CACHE = ".tokenised"
 class NamedSource:
     """Name of a job's model or data set in results, and its location.
 
-    The location is the directory of a model, or a data set's argument of `find_dataset`.
+    The location is a model's directory, or a data set's name or path as given to `find_dataset`.
     """
 
     name: str
@@ -46,7 +46,13 @@ class Fingerprints:
 
 @dataclass(frozen=True)
 class FinetuneJob:
-    """Planned training of a model, and the data sets to evaluate it on."""
+    """Planned training of a model, and the data sets to evaluate it on.
+
+    `build_jobs` builds it, `train_and_evaluate` runs it. Results are written below `output`, in
+    directories named after model, family, data set, learning rate and seed (`job_directory`).
+    `train_on` is the name of the training set, `learning_rate` the peak. `keep` and `save_model`
+    tell whether and where the trained model is written.
+    """
 
     model: NamedSource
     family: TaskFamily
@@ -68,7 +74,7 @@ class FinetuneJob:
 
     @property
     def keeps_model(self) -> bool:
-        """Return whether the trained model is kept on disk if its score suffices."""
+        """Return whether the trained model may be written: always, or only if it is best."""
         return bool(self.save_model) or self.keep != "none"
 
     @property

@@ -55,6 +55,9 @@ def padding_id(tokenizer: Any) -> int | None:
     """Return the id of a tokenizer's padding token, or without one of its end token.
 
     Without either the result is None.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
     """
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
@@ -62,13 +65,15 @@ def padding_id(tokenizer: Any) -> int | None:
 def write_trained_tokenizer(
     tokenizer: Any, directory: Path, max_length: int, model_type: str, **options: Any
 ) -> None:
-    """Write a tokenizer with which libraries pad and cut texts as a training did.
+    """Write a tokenizer that pads and cuts texts as a training did, on the right.
 
     Args:
-        tokenizer: Is changed.
+        tokenizer: Tokenizer of transformers. It is changed: maximum length, sides and, if it has
+            none, its padding token.
+        directory: Existing directory, which gets tokenizer.json and tokenizer_config.json.
         max_length: Maximum tokens of a text, special tokens included.
-        model_type: Of the config next to it.
-        options: Fields of tokenizer_config.json.
+        model_type: Value of `model_type` in the config.json of `directory`.
+        options: Further fields of tokenizer_config.json.
     """
     tokenizer.model_max_length = max_length
     tokenizer.padding_side = "right"
@@ -87,13 +92,17 @@ def load_model(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> tuple[Backbone, NativeHead | None]:
-    """Return a job's backbone, and its head if it is transformers' own, else None.
+    """Return a job's backbone in `dtype`, and its head if it is transformers' own.
 
-    A class of transformers must compute the same outputs as the untrained model, with a native head
-    always, else if the model is kept.
+    The head is a new float32 NativeHead with --head native, else None: `FinetuneTask.build_head`
+    builds a linear one. If the trained model may be written, and always with a native head,
+    transformers' task class is built too and must compute the same outputs.
+
+    Args:
+        tokenizer: Tokenizer of the model.
 
     Raises:
-        InputError: The model cannot be loaded, or not exported to Hugging Face as the job requires.
+        InputError: The model cannot be loaded, or transformers' task class computes other outputs.
     """
     padding = padding_id(tokenizer)
     directory = job.model.location
@@ -137,8 +146,10 @@ def check_same_model(
 ) -> None:
     """Check that a transformers model has the outputs of `model` on `texts`.
 
-    Outputs are token states in retrieval, else logits. `hf_model` is moved to the device of
-    `model`.
+    Outputs are token states in retrieval, else logits; they may differ by float32 rounding.
+
+    Args:
+        hf_model: Model of the family's task class. It is moved to the device of `model`.
 
     Raises:
         InputError: Outputs differ.
@@ -164,7 +175,8 @@ def check_same_model(
 class ModelKeeper:
     """Writer of a task's fine-tuned model that verifies the model in transformers.
 
-    Tests before and after training compare the outputs of transformers with the run's.
+    Call `check_tokenizer` before training, and `keep` after the evaluation. A written directory has
+    weights, config, tokenizer, finetuning.json and README.md. `encoder` tokenizes as in training.
     """
 
     job: FinetuneJob
@@ -172,7 +184,10 @@ class ModelKeeper:
     encoder: TextEncoder
 
     def check_tokenizer(self, config: Any) -> None:
-        """Check that the tokenizer encodes texts as the run does next to `config`.
+        """Check that the tokenizer, written and reloaded, encodes texts as the run does.
+
+        Args:
+            config: The model's config of transformers, which may determine the tokenizer's class.
 
         Raises:
             InputError: The tokenizer, as transformers loads it, gives other tokens.
@@ -190,16 +205,16 @@ class ModelKeeper:
     ) -> None:
         """Write the float32 `model` if the job keeps it, then the run's results.
 
-        If the job keeps the best model, the results directory gets only one with the best
-        validation score of all results so far of its model and data set (of equal ones that with
-        the smaller rate, then the smaller seed), and kept models of the other runs are removed.
+        `job.save_model` always gets the model. With `job.keep` "best", the results get it only if
+        its validation score is the best of all results so far of this model and data set (of equal
+        ones, the lower rate, then the lower seed is best), and kept models of those runs are
+        removed.
 
         Args:
-            data: The test split.
-            evaluate: Function that returns the scores of the float32 model by split, called only if
-                a model is written.
-            results: The results on all data sets. The first one decides whether the model is best,
-                and its directory gets the model.
+            data: Test split, to compare outputs on.
+            evaluate: Function that returns the scores of `model` by split, called if it is written.
+            results: Results on all data sets. The first gives the score and the directory of the
+                model.
 
         Raises:
             InputError: transformers computes other outputs; no results are written.
@@ -272,8 +287,8 @@ class ModelKeeper:
         """Write the float32 `model` to the new directory `target`, and verify it.
 
         Args:
-            data: Texts to compare outputs on.
-            scores: Scores of this model, by split.
+            data: Texts, some of which outputs are compared on.
+            scores: Scores of this model by split, written to finetuning.json and README.md.
             result: Result of the run.
 
         Raises:
@@ -412,11 +427,13 @@ class ModelKeeper:
 
 
 def needs_spaced_words(tokenizer: Any) -> bool:
-    """Return whether words given one by one need a space before each but the first.
+    """Return whether `is_split_into_words` needs words with a space before them.
 
-    transformers tokenizes each of split words by itself. SentencePiece adds a space to each,
-    WordPiece knows none, but to byte-level BPE a word without one is another word. Spaces are
-    needed if only with them the tokens are those of the words joined by spaces.
+    The space is before each word but the first. It is needed (by byte-level BPE, not by
+    SentencePiece or WordPiece) if only then the tokens are those of the words joined by spaces.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
     """
     words = PROBES[0].split()
     spaced = [words[0], *(f" {word}" for word in words[1:])]

@@ -55,14 +55,14 @@ def build_finetuned_card(
     *,
     needs_spaces: bool = False,
 ) -> str:
-    """Return the text of README.md for a fine-tuned model called `name`.
+    """Return the text of README.md, a model card, for a fine-tuned model.
 
     Args:
-        details: Content of finetuning.json.
-        architecture: Class of transformers that loads the model.
+        name: Title of the card.
+        details: Content of the model's finetuning.json.
+        architecture: Name of the transformers class that loads the model.
         version: Lowest version of transformers that gives the same numbers; empty if unknown.
-        needs_spaces: Whether the tokenizer gives the tokens of a sentence only for words with a
-            space before each but the first.
+        needs_spaces: Result of `needs_spaced_words` for TC, else False.
     """
     family = TaskFamily(details["family"])
     is_retrieval = family == TaskFamily.IR

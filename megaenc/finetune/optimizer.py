@@ -19,7 +19,12 @@ _NO_DECAY_PATTERNS = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)"
 
 
 class AdamWHyperparameters(Protocol):
-    """Hyperparameters that MasterWeightOptimizer reads from a training's options."""
+    """Hyperparameters that MasterWeightOptimizer reads from a training's options.
+
+    `warmup` is a fraction of the steps, `clip_grad` the maximum gradient norm (0: no clipping), and
+    `precision` "fp32", "bf16" or "paper-bf16". FinetuneConfig and ContrastiveConfig have these
+    fields.
+    """
 
     warmup: float
     weight_decay: float
@@ -31,9 +36,13 @@ class AdamWHyperparameters(Protocol):
 
 
 def count_training_steps(epochs: float, max_steps: int, steps_per_epoch: int) -> int:
-    """Return the number of steps of `epochs` epochs, at most `max_steps` (0: any).
+    """Return the number of steps of `epochs` epochs, at most `max_steps`.
 
     A fraction of a step is rounded up.
+
+    Args:
+        epochs: Number of epochs, which may have a fraction.
+        max_steps: Maximum number of steps; 0: no maximum.
     """
     steps = math.ceil(epochs * steps_per_epoch)
     return min(max_steps or steps, steps)
@@ -41,6 +50,10 @@ def count_training_steps(epochs: float, max_steps: int, steps_per_epoch: int) ->
 
 def check_warmup(steps: int, warmup: float) -> None:
     """Check that a training of one step has no warmup.
+
+    Args:
+        steps: Number of steps of the training.
+        warmup: Fraction of the steps that are warmup.
 
     Raises:
         InputError: The only step would have learning rate 0.
@@ -55,14 +68,16 @@ def check_warmup(steps: int, warmup: float) -> None:
 class MasterWeightOptimizer:
     """AdamW with warmup, linear decay, clipping and float32 master weights.
 
-    16-bit parameters have master weights. Precision paper-bf16 has none: its optimizer state is
-    16-bit too. A master weight starts from the parameter's attribute `unrounded`, which is removed,
-    if it exists (see `megaenc.finetune.model.load`). Gradients of several backward passes add up.
-    Parameters that do not require gradients are left out.
+    Call `step` after one or more backward passes, whose gradients add up. Parameters of `model`
+    that are 16-bit have float32 master weights, except with precision "paper-bf16", whose optimizer
+    state is 16-bit too. A master weight starts from the parameter's attribute `unrounded`, if it
+    exists (see `load_backbone`), and the attribute is removed. Parameters without `requires_grad`
+    are left out.
 
     Args:
         learning_rate: Peak learning rate.
         steps: Number of steps of the schedule, after which the learning rate is 0.
+        protocol: Warmup, weight decay, betas, epsilon, clipping and precision.
     """
 
     def __init__(
@@ -150,9 +165,10 @@ class MasterWeightOptimizer:
         return self._schedule.get_last_lr()[0]
 
     def all_reduce_gradients(self) -> None:
-        """Replace each gradient by its sum over all ranks, which call this together.
+        """Replace each gradient by its sum over all ranks.
 
-        A gradient that only other ranks have counts as 0 on this rank.
+        All ranks must call this after their backward passes and before `step`. A gradient that only
+        other ranks have counts as 0 on this rank.
         """
         masters = list(self._masters.values())
         has_gradient = torch.tensor(
@@ -180,7 +196,10 @@ class MasterWeightOptimizer:
         }
 
     def close(self) -> None:
-        """Remove the gradient hooks, which keep the optimizer's state in memory."""
+        """Remove the gradient hooks, which keep the optimizer's state in memory.
+
+        Take no step afterwards; weights can still be read.
+        """
         for hook in self._hooks:
             hook.remove()
 
@@ -188,7 +207,8 @@ class MasterWeightOptimizer:
     def step(self) -> float:
         """Clip gradients, update weights and learning rate, and zero the gradients.
 
-        If the gradient norm is NaN or inf, neither weights nor learning rate change.
+        If the gradient norm is NaN or inf, neither weights nor learning rate change; gradients are
+        zeroed.
 
         Returns:
             The gradient norm before clipping.

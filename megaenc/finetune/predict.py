@@ -27,7 +27,10 @@ _TOKENS_PER_FORWARD = 4096
 
 @dataclass(frozen=True)
 class PredictConfig:
-    """Options of `megaenc finetune predict`: kept model, rows to predict, output file."""
+    """Options of `megaenc finetune predict`: kept model, rows to predict, output file.
+
+    Each field is a flag; `model` and `input` must be given.
+    """
 
     model: str = ""
     """directory that `megaenc finetune run --save-model` or `grid --keep` wrote"""
@@ -44,7 +47,14 @@ class PredictConfig:
 
 @handle_command_errors
 def predict_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune predict`: write a line of JSON for each row of a file."""
+    """Run `megaenc finetune predict`: write a line of JSON for each row of a file.
+
+    The lines go to --output, or to stdout, and everything else then to stderr. Wrong input exits
+    with 2.
+
+    Args:
+        argv: The flags; None: those of this process.
+    """
     silence_libraries()
     settings = flags.parse(
         PredictConfig, argv, prog="megaenc finetune predict", description=__doc__
@@ -221,23 +231,19 @@ def predict(
     *,
     all_scores: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the predictions of the kept model in `directory` for `examples`.
+    """Return the predictions of the kept model in `directory`, one for each example.
 
-    Progress and the number of cut texts are printed.
+    A prediction is {"label", "score"} in SC, with the probability of the label from 0 to 1, rounded
+    to 6 digits; {"tags"}, a list with a tag's name for each word, in TC; {"answer"}, a text, empty
+    if there is none, in QA. Progress and the number of texts that are cut are printed.
 
     Args:
-        family: Task family of the model; IR is not supported.
-        all_scores: Add the probability of every label to that of a text or pair; without effect
-            except in SC.
-
-    Returns:
-        A dict for each example, in order: {"label", "score"} in SC, with the probability from 0 to
-        1 rounded to 6 digits, and {"scores"} of all labels by name; {"tags"}, a name per word, in
-        TC; {"answer"}, empty if there is none, in QA.
+        family, protocol: Those of the model's finetuning.json; IR is not supported.
+        examples: Examples of the family; their labels are ignored.
+        all_scores: In SC, add {"scores"}: the probability of every label, by its name.
 
     Raises:
-        InputError: The directory holds no complete model of the family, or a row cannot be
-            tokenized.
+        InputError: The directory holds no such model, or a row cannot be tokenized.
     """
     import torch
 

@@ -35,7 +35,12 @@ _TEXTS_PER_BATCH = 1024  # bounds the memory of offsets, which are Python object
 
 @dataclass(frozen=True)
 class TokenizedTexts:
-    """Tokenized texts in concatenated arrays, with further columns of a task."""
+    """Tokenized texts in concatenated arrays, with further columns of a task.
+
+    `tokens`, int32[N], has the token ids of all n texts; `starts`, int64[n + 1], the offset of each
+    text in `tokens`, then N. `columns` are arrays of a task by name, by row ([n, ...]) or by token
+    ([N, ...]). `truncated_count` is the number of texts that were cut.
+    """
 
     tokens: np.ndarray
     """int32[N]: the token ids of all texts, concatenated."""
@@ -54,6 +59,7 @@ class TokenizedTexts:
 
         Args:
             truncated: Number of texts that were cut.
+            columns: Arrays of a task by name, by row or by token.
         """
         starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         return cls(concatenate_rows(rows, np.int32), starts, truncated, columns)
@@ -67,11 +73,20 @@ class TokenizedTexts:
         return np.diff(self.starts)
 
     def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the token ids, int32[tokens], of each of the texts `rows`, in that order."""
+        """Return the token ids, int32[tokens], of each of the texts `rows`, in that order.
+
+        Args:
+            rows: Indices of texts, from 0.
+        """
         return [self.tokens[self.starts[row] : self.starts[row + 1]] for row in rows]
 
     def gather_token_column(self, column: str, rows: np.ndarray) -> np.ndarray:
-        """Return the entries of a by-token column for the texts `rows`, concatenated."""
+        """Return the entries of a by-token column for the texts `rows`, concatenated.
+
+        Args:
+            column: Name of the column.
+            rows: Indices of texts, from 0.
+        """
         values = self.columns[column]
         return np.concatenate(
             [values[:0], *(values[self.starts[row] : self.starts[row + 1]] for row in rows)]
@@ -79,10 +94,10 @@ class TokenizedTexts:
 
 
 def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np.ndarray:
-    """Return the arrays `rows` concatenated as `dtype`.
+    """Return the arrays `rows` concatenated along their first dimension as `dtype`.
 
     Args:
-        shape: Shape of the entries of the result if there are no rows.
+        shape: Further dimensions of the rows, for the empty result without rows.
     """
     return np.concatenate([np.empty((0, *shape), dtype), *rows]).astype(dtype, copy=False)
 
@@ -92,8 +107,10 @@ def choose_special_tokens(
 ) -> SpecialTokens:
     """Return the special tokens that `protocol` puts around each text.
 
+    They are named by its `add_bos` and `add_eos`, else by its `special_tokens`.
+
     Raises:
-        InputError: The tokenizer lacks one that a flag requires.
+        InputError: The tokenizer lacks a token that a flag requires.
     """
     if not protocol.adds_named_tokens:
         return resolve_special_tokens(tokenizer, protocol.special_tokens)
@@ -125,9 +142,11 @@ def _find_token(tokenizer: "PreTrainedTokenizerFast", role: str, instead: str) -
 def resolve_protocol(
     protocol: FinetuneConfig, tokenizer: "PreTrainedTokenizerFast"
 ) -> FinetuneConfig:
-    """Return `protocol`, which names no special tokens, with those of the tokenizer.
+    """Return a copy of `protocol` that names the tokenizer's default special tokens.
 
-    A template of only an EOS is recorded as --add-eos, as in results of earlier versions.
+    `protocol` must name none itself. The default is the tokenizer's template, or an EOS if that
+    adds nothing; a template of only an EOS is recorded as `add_eos`, as in results of earlier
+    versions.
     """
     special = resolve_special_tokens(tokenizer, "")
     end = resolve_special_tokens(tokenizer, "eod") if special.after else SpecialTokens()
@@ -141,8 +160,9 @@ def resolve_protocol(
 class TextEncoder:
     """Encoder of texts by a tokenizer, with special tokens and a maximum length.
 
-    A cut text keeps its last special tokens. Special tokens spelled in a text are tokenized as
-    text.
+    A text longer than `max_length` tokens, special tokens included, is cut at its end and keeps its
+    last special tokens. Special tokens spelled in a text are tokenized as text. `progress` is
+    called with the numbers of tokenized and of all texts.
 
     Raises:
         InputError: `max_length` is too small for any text.
@@ -169,7 +189,10 @@ class TextEncoder:
 
     @cached_property
     def cache_key(self) -> dict[str, Any]:
-        """Return the values that determine a text's tokens, by name, as JSON values."""
+        """Return the values that determine a text's tokens, by name, as JSON values.
+
+        They are part of the key of `load_or_compute`.
+        """
         rule = {"max_length": self.max_length, "special_tokens": self.special_tokens.to_json()}
         return {
             "format": _CACHE_FORMAT,
@@ -178,20 +201,23 @@ class TextEncoder:
         }
 
     def add_special_tokens(self, tokens: np.ndarray) -> np.ndarray:
-        """Return `tokens`, cut to `max_text_tokens`, with special tokens.
+        """Return the ids of a text, cut to `max_text_tokens`, between special tokens.
 
-        The result is int32[<= max_length].
+        Returns:
+            int32[<= max_length].
         """
         return self.special_tokens.surround(tokens[: self.max_text_tokens]).astype(np.int32)
 
     def align_to_row(self, values: np.ndarray, fill: int) -> np.ndarray:
-        """Return `values`, one per token of a text, aligned with the text's row of tokens.
+        """Return `values`, one per token of a text, as the text's row of tokens is.
+
+        The row is the result of `add_special_tokens`: cut, and with special tokens.
 
         Args:
             fill: Value at special tokens.
 
         Returns:
-            int32[row's tokens], cut as the row.
+            int32[row's tokens].
         """
         before = [fill] * len(self.special_tokens.before)
         after = [fill] * len(self.special_tokens.after)
@@ -200,8 +226,8 @@ class TextEncoder:
     def encode(self, texts: Sequence[str | tuple[str, str]]) -> TokenizedTexts:
         """Return `texts`, tokenized, cut and with special tokens, in order.
 
-        A pair of texts has the special tokens of the tokenizer's own pairs; the longer text is cut
-        first.
+        A tuple is a pair of texts, which has the special tokens of the tokenizer's own pairs; the
+        longer text is cut first.
 
         Raises:
             InputError: A text has no token and gets no special token, or there are pairs and no
@@ -269,7 +295,7 @@ class TextEncoder:
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield each text's token ids and character ranges, uncut, without special tokens.
 
-        Characters are those of the text as `replace_surrogates` gives it.
+        Characters are counted in the text after `replace_surrogates`.
 
         Yields:
             Token ids, int32[tokens], and (start, end), end excluded, int32[tokens, 2].
@@ -312,8 +338,9 @@ def load_or_compute(
 ) -> TokenizedSplit:
     """Return the split cached under `key` in `directory`, or compute and cache it.
 
-    Files are written atomically; an unreadable one is recomputed. Of several processes one
-    computes; the others wait and call `on_wait` five times a second.
+    Of several processes one calls `compute`; the others wait and call `on_wait` five times a
+    second. The file is named after a hash of the key and written atomically; an unreadable one is
+    recomputed.
 
     Args:
         key: JSON object of everything that determines the split.

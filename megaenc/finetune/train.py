@@ -53,9 +53,12 @@ _DTYPES = {"bf16": torch.bfloat16, "paper-bf16": torch.bfloat16, "fp32": torch.f
 def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progress: None) -> bool:
     """Train a model, evaluate it, and write its result files.
 
-    Result files are a deterministic function of `job`. The caller holds the run's lock
-    (`try_lock_run`). A run with a NaN or inf writes failed.json for the data sets without a result;
-    results on data sets evaluated before are written.
+    Result files are a deterministic function of `job`. A run with a NaN or inf writes failed.json
+    for the data sets without a result, and results of data sets evaluated before. The caller must
+    hold the run's lock (`try_lock_run`).
+
+    Args:
+        report: Function that receives the progress.
 
     Returns:
         True, or False at a NaN or inf.
@@ -98,7 +101,11 @@ class RunFailure(ArithmeticError):
 
 @dataclass(frozen=True)
 class HeldOutData:
-    """Validation and test data of one data set, and its scores during training."""
+    """Validation and test data of one data set, and its scores during training.
+
+    `splits` has tokens and examples of "validation" and "test". `task` serves all evaluations: it
+    caches the baseline, and embeddings that both splits share.
+    """
 
     task: FinetuneTask
     """Task for all evaluations of the data set: it caches the baseline, and embeddings that
@@ -110,7 +117,11 @@ class HeldOutData:
 class FinetuneRun:
     """Run of a job: training, evaluation, and the model that it keeps.
 
-    Call `train` once, then `evaluate` for each of `held_out`, then `keep` if `keeper` is not None.
+    The constructor loads data and model. Call `train` once, then `evaluate` for each of `held_out`,
+    then `keep` if `keeper` is not None. `train_and_evaluate` does all this.
+
+    Args:
+        report: Function that receives the progress.
     """
 
     def __init__(self, job: FinetuneJob, report: ProgressCallback) -> None:
@@ -258,9 +269,10 @@ class FinetuneRun:
         history.add(step, scores, optimizer.copy_weights)
 
     def evaluate(self, held_out: HeldOutData) -> DatasetResult:
-        """Return the result on a data set, with its best weights if they are used.
+        """Return the validation and test scores on a data set of `held_out`.
 
-        The model keeps these weights. Nothing is written.
+        Call it after `train`. If the job uses the best weights, those of this data set are first
+        copied into the model, and stay there. No file is written.
 
         Raises:
             RunFailure: A prediction is NaN or inf.
@@ -309,10 +321,13 @@ class FinetuneRun:
     def keep(self, results: Sequence[DatasetResult]) -> None:
         """Write the model in float32 if the job asks for it, and the results.
 
-        The model is converted to float32. A run without `keeper` must not call this.
+        The model is converted to float32 in place. `keeper` must not be None.
 
         Args:
             results: Results of `evaluate` in the order of `held_out`.
+
+        Raises:
+            InputError: transformers computes other outputs.
         """
         first = self.held_out[0]
         for parameter in self.model.parameters():
@@ -377,6 +392,7 @@ def iterate_batches(seed: int, examples: int, batch_size: int, steps: int) -> It
     """Yield the example indices of each batch, reshuffled by `seed` every epoch.
 
     There are `steps` batches, int64[<= batch_size]; the last batch of an epoch may be smaller.
+    Indices are from 0 to `examples` - 1.
     """
     steps_per_epoch = math.ceil(examples / batch_size)
     for step in range(steps):
@@ -411,16 +427,24 @@ class _ProgressReporter:
 
 @dataclass(frozen=True)
 class SplitLoader:
-    """Loader of tokenized splits, with a cache on disk that all runs share."""
+    """Loader of tokenized splits, with a cache on disk that all runs share.
+
+    `cache` is the directory of the cache. `report` is called while another process tokenizes the
+    same split.
+    """
 
     cache: Path
     encoder: TextEncoder
     report: ProgressCallback
 
     def load_training(self, task: FinetuneTask) -> TokenizedSplit:
-        """Return the tokenized training split, from the cache on disk if it is there.
+        """Return the tokenized training split of the task's data set.
 
-        Else the examples are read, tokenized and cached.
+        It comes from the cache if it is there; else examples are read, tokenized and cached.
+
+        Raises:
+            InputError: The data is invalid.
+            DataUnavailable: A download failed for a temporary reason.
         """
         dataset = task.dataset
         key = {"data": dataset.train_fingerprint, "split": "train"}
@@ -433,7 +457,11 @@ class SplitLoader:
     ) -> tuple[TokenizedSplit, Examples]:
         """Return the tokens and the examples of the validation or test split.
 
-        Examples are always read, tokens come from the cache on disk if they are there.
+        Examples are always read; tokens come from the cache if they are there.
+
+        Raises:
+            InputError: The data is invalid.
+            DataUnavailable: A download failed for a temporary reason.
         """
         examples = task.dataset.load_split(split)
         if not isinstance(examples, RetrievalExamples):
@@ -487,7 +515,7 @@ def make_deterministic(threads: int, *, kernels: bool = True) -> None:
 
     Args:
         threads: CPU threads of an operation.
-        kernels: Whether to use deterministic kernels.
+        kernels: Whether to use deterministic GPU kernels; False leaves torch's settings.
     """
     torch.set_num_threads(threads)
     if torch.cuda.is_available() and kernels:

@@ -17,8 +17,9 @@ Weights = Mapping[nn.Parameter, Tensor]
 class ValidationHistory:
     """Validation scores of a training on one data set, and the weights to use.
 
-    The weights are the best or the last ones. Histories of several data sets that share a training
-    do not depend on each other.
+    Call `add` after each evaluation, and `restore` after the training. The weights to use, those at
+    `step`, are the best if `protocol.uses_best_weights`, else the last. Histories of several data
+    sets that share a training do not depend on each other.
     """
 
     protocol: FinetuneConfig
@@ -35,15 +36,18 @@ class ValidationHistory:
     def is_stopped(self) -> bool:
         """Return whether early stopping has ended the training for this data set.
 
-        It has after `early_stopping` evaluations without a better score than that of `step`; 0:
-        never.
+        That is after `protocol.early_stopping` evaluations in a row without a score better than the
+        best; never if it is 0.
         """
         later = [step for step, _ in self.evaluations if step > self.step]
         return 0 < self.protocol.early_stopping <= len(later)
 
     @property
     def best_step(self) -> int:
-        """Return the step of the best score, the earliest of equals; 0 without any."""
+        """Return the step of the best score, the earliest of equals.
+
+        Without evaluations it is 0.
+        """
         return max(
             self.evaluations,
             key=lambda evaluation: (evaluation[1], -evaluation[0]),
@@ -54,7 +58,9 @@ class ValidationHistory:
         """Add the Scores of an evaluation after `step`, which is later than all before.
 
         Args:
-            copy_weights: Is called if the weights are the best so far and may be used.
+            step: Number of steps taken.
+            copy_weights: Function that returns copies of the weights, called if they are the best
+                so far and `protocol.uses_best_weights`.
         """
         self.evaluations.append((step, scores.score))
         if not self.protocol.uses_best_weights:
@@ -67,6 +73,9 @@ class ValidationHistory:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copy `weights`, if there are any, into their parameters."""
+        """Copy the best weights, if they are used, into the model's parameters.
+
+        Without saved weights nothing changes.
+        """
         for parameter, weight in self.weights.items():
             parameter.copy_(weight)
