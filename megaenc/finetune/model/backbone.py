@@ -36,7 +36,11 @@ its attention."""
 
 @dataclass(frozen=True)
 class PackedTexts:
-    """Tokenized texts concatenated without padding, shortest first."""
+    """Tokenized texts concatenated without padding, shortest first.
+
+    `pack_texts` builds it. `tokens` and `position_ids` (from 0 in each text) are int64[T],
+    `lengths` has the number of tokens of each text, ascending, at least 1.
+    """
 
     tokens: Tensor
     """int64[T]: token ids"""
@@ -80,6 +84,9 @@ def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.nda
 
     Shorter texts come first; equal lengths keep their order. A text longer than that is a batch of
     its own.
+
+    Args:
+        lengths: Number of tokens of each text, int[texts].
     """
     rows = np.argsort(lengths, kind="stable")
     groups = []
@@ -97,8 +104,13 @@ def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.nda
 class Backbone(nn.Module):
     """A transformers model without head that computes token states of texts.
 
-    A model that does not support packing (`is_packed` False) gets padded batches of texts of
-    similar length.
+    `load_backbone` builds and tests it. `attention` is the direction in effect, `context_length`
+    the maximum number of tokens of a text. A model that does not support packing (`is_packed`
+    False) gets padded batches of texts of similar length; the states are the same.
+
+    Args:
+        model: Base model of transformers.
+        attention: Direction of attention; None: the model's own, which `load_backbone` finds.
     """
 
     def __init__(self, model: Any, attention: AttentionDirection | None):
@@ -134,8 +146,8 @@ class Backbone(nn.Module):
     def compute_states(self, packed: PackedTexts) -> Tensor:
         """Return all tokens' states after the final norm, [T, hidden_size].
 
-        They are in the order of `packed.tokens`, with a graph if gradients are enabled. A model
-        that is not packed computes them in padded batches.
+        They are in the order of `packed.tokens` and in the dtype of the weights, with a graph if
+        gradients are enabled.
         """
         if not self.is_packed:
             shapes = group_padded_lengths(packed.length_groups)
@@ -157,9 +169,9 @@ class Backbone(nn.Module):
         return out.last_hidden_state[0]
 
     def compute_padded_states(self, packed: PackedTexts) -> Tensor:
-        """Return reference states, [T, hidden_size], of all texts in one padded batch.
+        """Return states of all texts in one padded batch, [T, hidden_size], for tests.
 
-        Positions are the model's own.
+        The model's own attention and positions are used, so `is_packed` must be False.
         """
         return self._forward_padded(packed.tokens, packed.lengths, positions=False)
 
@@ -184,10 +196,10 @@ class Backbone(nn.Module):
         ).last_hidden_state[attention_mask]
 
     def set_packed(self, packed: bool) -> None:
-        """Switch to this project's packed attention, or back to the model's own.
+        """Switch to packed attention (True), or back to the model's own in padded batches.
 
-        The model's own attention gets padded batches. Whether the model supports packing is not
-        checked: `load_backbone` tests it.
+        Packed attention is this project's: texts of a pack do not see each other. Whether the model
+        supports it is not checked: `load_backbone` tests it.
         """
         self.model.set_attn_implementation(_ATTENTION_NAME if packed else self._model_attention)
         self.is_packed = packed
@@ -195,7 +207,7 @@ class Backbone(nn.Module):
     def set_direction(self, attention: AttentionDirection) -> None:
         """Set the direction of the model's own attention in its config and modules.
 
-        Packed attention follows the attribute `attention` instead.
+        It has no effect on packed attention, which follows the attribute `attention`.
         """
         for module in self.model.modules():
             if hasattr(module, "is_causal"):  # read by attention without a mask
@@ -215,12 +227,13 @@ class Backbone(nn.Module):
 
 
 def group_padded_lengths(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return the text lengths of each padded batch, in order.
+    """Return the lengths of the texts of each padded batch, in tokens, ascending.
 
-    A length exceeds the shortest of its batch by at most 8 tokens, or 10 % if that is more.
+    Texts of a batch exceed its shortest by at most 8 tokens, or 10 % if that is more.
 
     Args:
-        groups: (number of texts, length), ascending.
+        groups: (number of texts, length in tokens) pairs, of ascending lengths, as
+            `PackedTexts.length_groups`.
     """
     batches: list[list[int]] = []
     for texts, length in groups:
@@ -241,14 +254,14 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """Return attention within each text of the current pack, called by transformers.
+    """Return attention within each text of the current pack; transformers calls it.
 
     The pack is that of the `Backbone.compute_states` in progress.
 
     Args:
         query: [1, heads, T, dim].
-        key: [1, groups, T, dim].
-        value: [1, groups, T, dim].
+        key, value: [1, groups, T, dim].
+        scaling: Factor of the scores; None: dim ** -0.5.
         sliding_window: Window in tokens; None: none.
 
     Returns:

@@ -49,10 +49,14 @@ def check_model_directory(directory: str) -> None:
 
 
 def compute_model_fingerprints(directories: Sequence[str], results: str) -> list[str]:
-    """Return the SHA-256 (hex) of each model directory's config.json and weights.
+    """Return the SHA-256 (hex) of each directory's config.json and weights, in order.
 
-    Takes about a second per gigabyte, unless a file in the directory `results` has the fingerprint
-    for files of this path, size and time: see `save_fingerprints`. This file is only read.
+    It takes about a second per gigabyte, with a progress line, unless .fingerprints.json in the
+    directory `results` has the fingerprint for files of this path, size and time. That file is only
+    read; `save_fingerprints` writes it.
+
+    Raises:
+        InputError: A file cannot be read.
     """
     known = _read_fingerprint_file(results) | _COMPUTED_DIGESTS
     marks = [_compute_file_key(directory) for directory in directories]
@@ -87,7 +91,7 @@ def compute_model_fingerprints(directories: Sequence[str], results: str) -> list
 def save_fingerprints(results: str) -> None:
     """Add fingerprints computed by this process to .fingerprints.json in `results`.
 
-    Nothing is written if there is no such directory.
+    Nothing is written if there is no such directory. Errors of writing are ignored.
     """
     known = _read_fingerprint_file(results)
     if Path(results).is_dir() and not _COMPUTED_DIGESTS.items() <= known.items():
@@ -118,9 +122,10 @@ def _compute_file_key(directory: str) -> str:
 
 
 def compute_model_stamp(directory: str) -> str:
-    """Return a SHA-256 of names, sizes and mtimes of the files of model and tokenizer.
+    """Return a SHA-256 (hex) of names, sizes and times of a directory's model files.
 
-    Their contents are not read.
+    They are config.json, weights and tokenizer files, whose contents are not read. An equal stamp
+    means that the model is probably unchanged.
     """
     files = [
         (path.name, path.stat())
@@ -135,6 +140,9 @@ def compute_tokenizer_fingerprint(directory: str) -> str:
     """Return the SHA-256 (hex) of names and contents of a directory's tokenizer files.
 
     Files that are missing are left out.
+
+    Raises:
+        InputError: A file cannot be read.
     """
     return _hash_files(Path(directory), _TOKENIZER_FILES)
 

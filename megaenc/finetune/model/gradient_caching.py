@@ -15,10 +15,9 @@ def backward_by_packs(
 ) -> Tensor:
     """Backpropagate a loss of the embeddings of all `packs`, one pack at a time.
 
-    Only the graph of one pack is in memory. All packs but the first are embedded twice (Gao et al.
-    2021, 2101.06983): without a graph for the loss and the gradients with respect to the
-    embeddings, then with a graph and the same dropout. Gradients are added to those that parameters
-    have.
+    The loss and its gradients equal those of one large batch, but only the graph of one pack is in
+    memory, and all packs but the first are embedded twice, with the same dropout (gradient caching,
+    Gao et al. 2021, 2101.06983). Gradients are added to those that parameters have.
 
     Args:
         packs: At least one.
@@ -26,7 +25,7 @@ def backward_by_packs(
         compute_loss: Function of the embeddings [texts, size], in the order of the packs.
 
     Returns:
-        The detached loss.
+        The detached loss, a scalar.
     """
     device = packs[0].tokens.device
     on_gpu = device.type == "cuda"

@@ -38,17 +38,16 @@ def load_backbone(
     dtype: torch.dtype,
     check: Callable[[Backbone, PackedTexts], None] = lambda backbone, texts: None,
 ) -> Backbone:
-    """Return a directory's model, without head, as a tested Backbone in `dtype`.
+    """Return a Hugging Face directory's base model as a tested Backbone in `dtype`.
 
-    The test changes tokens: each state must depend on exactly the visible tokens of its text, and
-    packed states must equal padded ones. Code in the directory is never executed. Parameters that
-    are rounded keep their float32 value as the attribute `unrounded`, for the optimizer's master
-    weights. The model is in eval mode. A line is printed if texts cannot be packed.
+    It is in eval mode. The test checks that each state depends on exactly the visible tokens of its
+    text, and that packed states equal padded ones; if packing fails, texts are padded, and a line
+    is printed. Rounded parameters keep their float32 value as the attribute `unrounded`, for an
+    optimizer's master weights.
 
     Args:
         attention: Direction of attention; None: the model's own.
-        check: Function that is called with the float32 backbone and short random texts, and may
-            raise InputError.
+        check: Called with the float32 backbone and short random texts; may raise InputError.
 
     Raises:
         InputError: The directory cannot be loaded, or the model fails the test.
@@ -68,16 +67,16 @@ def load_with_native_head(
     dtype: torch.dtype,
     check: Callable[[Backbone, NativeHead, PackedTexts], None] = lambda backbone, head, texts: None,
 ) -> tuple[Backbone, NativeHead]:
-    """Return a directory's backbone and head in transformers' class for a task.
+    """Return a directory's backbone, and the head of transformers' class for a task.
 
-    Other arguments and errors are those of `load_backbone`. The head is float32, with new weights
-    from torch's generator.
+    The backbone and errors are those of `load_backbone`, in `dtype`. The head is float32, with new
+    random weights from torch's generator.
 
     Args:
-        family: Task family.
         labels: Label names in the order of their indices.
-        padding: The tokenizer's padding id, for a config without one.
-        check: Function as in `load_backbone`, called with the head too.
+        padding: The tokenizer's padding id, for a config without one; None: none.
+        check: Called with the float32 backbone, the head and short random texts; may raise
+            InputError.
 
     Raises:
         InputError: transformers has no such class.
@@ -139,9 +138,9 @@ def _build_backbone(
 
 
 def open_model_directory(directory: str) -> tuple[HFCheckpoint, Any]:
-    """Return a directory's checkpoint and transformers' config.
+    """Return a model directory's HFCheckpoint and its config object of transformers.
 
-    Progress bars of transformers are disabled from then on.
+    Weights are not read. Progress bars of transformers are disabled from then on.
 
     Raises:
         InputError: The directory holds no model.
@@ -252,7 +251,8 @@ def _select_attention(backbone: Backbone, directory: str) -> None:
 class AttentionProbe:
     """Numerical tests of a backbone's attention and accuracy on short random texts.
 
-    Attention is tested for its direction and for packing, accuracy in 16 bits.
+    Attention is tested for its direction and for packing, accuracy in 16 bits. The texts are always
+    the same; `load_backbone` runs the tests.
     """
 
     def __init__(self, backbone: Backbone):
@@ -271,7 +271,10 @@ class AttentionProbe:
         )
 
     def detect_direction(self, read: Callable[[PackedTexts], Tensor]) -> AttentionDirection | None:
-        """Return the attention direction of a function from packed texts to states.
+        """Return the attention direction of a function from packed texts to token states.
+
+        Args:
+            read: Function such as `Backbone.compute_states`.
 
         Returns:
             "bidirectional", "causal", or None if the attention is neither.
@@ -290,10 +293,11 @@ class AttentionProbe:
         return self.backbone.compute_states(self.pack_probe_texts()).float()
 
     def find_16_bit_error(self, reference: Tensor) -> str | None:
-        """Return a text about how 16-bit states fail, or None if they do not.
+        """Return a text about how the backbone's 16-bit states fail, or None if correct.
 
-        States fail if they differ from the float32 states `reference` or depend on hidden tokens.
-        The text is a predicate without subject, such as "computes other states".
+        They fail if they differ from the float32 states `reference`, the result of `compute_states`
+        before the weights were rounded, or depend on hidden tokens. The text is a predicate without
+        subject, such as "computes other states".
         """
         backbone = self.backbone
         try:
@@ -337,13 +341,13 @@ class AttentionProbe:
         """Return whether two functions differ beyond rounding on the random texts.
 
         Args:
-            functions: The two functions, from packed texts to states.
+            functions: Two functions from packed texts to token states.
         """
         texts = self.pack_probe_texts()
         return _is_different(*(function(texts) for function in functions))
 
     def enable_packing(self, model_direction: AttentionDirection) -> str | None:
-        """Switch to packed attention if all tests pass, else stay unpacked.
+        """Switch the backbone to packed attention if all tests pass, else leave it padded.
 
         The direction of the model's own attention may be changed by the tests.
 
@@ -351,7 +355,7 @@ class AttentionProbe:
             model_direction: Direction of the model's own attention.
 
         Returns:
-            None, or text on the failed test.
+            None if packing is enabled, else text on the failed test.
         """
         backbone = self.backbone
         target = backbone.attention

@@ -25,9 +25,12 @@ USE_NATIVE = "expected --head native, which trains the class's own head"
 
 
 def find_task_class(config: Any, family: TaskFamily) -> type | None:
-    """Return transformers' class of a model's `config` for a task family.
+    """Return the transformers class that a config's model type has for a task family.
 
-    The class for QA is that for token classification; the one for IR has no head.
+    The class for QA is that for token classification; the one for IR is the model without head.
+
+    Args:
+        config: Config object of transformers.
 
     Returns:
         The class, or None if transformers has none.
@@ -45,7 +48,7 @@ def find_task_class(config: Any, family: TaskFamily) -> type | None:
 
 
 def set_labels(config: Any, labels: Sequence[str]) -> None:
-    """Set the labels of a model's `config` in place, as pipelines read them.
+    """Set `id2label` and `label2id` of a transformers `config` in place.
 
     Args:
         labels: Label names in the order of their indices.
@@ -76,13 +79,12 @@ class _GivenStates(nn.Module):
 class NativeHead(nn.Module):
     """Head of a transformers task class, applied to the states of packed texts.
 
-    The class's own code computes it. The task class loses its base model (the backbone) to a
-    stand-in; a pooler belongs to the head.
+    The class's own code computes it. A pooler belongs to the head.
 
     Args:
-        task_model: Model of the task class, which is changed.
-        has_pooler_weights: Whether the pooler's weights are trained ones, which `reset_parameters`
-            keeps.
+        task_model: Model of the task class. It is changed: a stand-in replaces its base model,
+            which becomes the backbone.
+        has_pooler_weights: Whether the pooler has trained weights, which `reset_parameters` keeps.
     """
 
     def __init__(self, task_model: Any, *, has_pooler_weights: bool) -> None:
@@ -102,14 +104,14 @@ class NativeHead(nn.Module):
 
     @property
     def base(self) -> _GivenStates:
-        """Return the stand-in for the base model."""
+        """Return the stand-in for the base model, which returns given states."""
         return getattr(self.model, self.model.base_model_prefix)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw new weights by the class's own rule from torch's generator.
 
-        A pooler of the directory keeps its weights.
+        A pooler with trained weights keeps them.
         """
         for module in self._new_modules:
             for parameter in module.parameters(recurse=False):
@@ -117,7 +119,7 @@ class NativeHead(nn.Module):
             self.model._init_weights(module)
 
     def forward(self, states: Tensor, packed: PackedTexts) -> Tensor:
-        """Return the class's logits for packed `states` [T, hidden_size].
+        """Return the class's logits for the states [T, hidden_size] of a pack.
 
         Returns:
             float32[texts, labels] of a class for sequences, float32[T, labels] of one for tokens.
@@ -151,7 +153,7 @@ def pad_tokens(packed: PackedTexts, padding: int | None) -> Tensor:
     """Return the token ids of packed texts, right-padded.
 
     Args:
-        padding: Id of padding; None: 0.
+        padding: Id of the padding token; None: 0.
 
     Returns:
         int64[texts, tokens of the longest text].
@@ -171,18 +173,19 @@ def build_hf_model(
     padding: int | None,
     pooling: str = "mean",
 ) -> Any:
-    """Return a float32 model of transformers' task class with given weights.
+    """Return a float32 model of transformers' task class with the weights of a run.
 
     The weights are those of `backbone` and `head`. The model is on the CPU and in eval mode. Its
     outputs are not compared: see `check_same_outputs`.
 
     Args:
-        labels: Label names in the order of their indices; unused in IR.
-        padding: The tokenizer's padding id, for a config without one.
-        pooling: Pooling of a linear head, used by classes that can choose it.
+        head: A linear layer or a NativeHead; not used in IR.
+        labels: Label names in the order of their indices; not used in IR.
+        padding: The tokenizer's padding id, for a config without one; None: none.
+        pooling: Pooling before a linear head, for classes that can choose it.
 
     Raises:
-        InputError: transformers has no class for the family, or none that can represent a linear
+        InputError: transformers has no class for the family, or none that can compute a linear
             head.
     """
     config = copy.deepcopy(
@@ -301,9 +304,11 @@ def check_same_outputs(
     """Check that a transformers model has the run's outputs, up to float32 rounding.
 
     Args:
-        compute: Function that returns the run's outputs on `packed`.
-        flag: Start of the error.
-        advice: End of the error.
+        model: Model on the device of `packed`.
+        compute: Function that returns the run's outputs on `packed`, of the shape of
+            `compute_hf_outputs`.
+        flag: Start of the error, such as "--save-model".
+        advice: End of the error, such as "expected another model".
 
     Raises:
         InputError: Outputs differ, or the model fails.

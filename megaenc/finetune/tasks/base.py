@@ -26,7 +26,11 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Scores(SplitScores):
-    """Scores of a split for results.json, with score and metrics of each example."""
+    """Scores of a split for results.json, with score and metrics of each example.
+
+    `score`, `metrics` and `baseline`, that of a trivial predictor, are as in SplitScores;
+    `scores_i` and `metrics_i` have a value for each example, in order.
+    """
 
     scores_i: list[float]
     """The study's metric of each example, in order."""
@@ -45,7 +49,12 @@ class Scores(SplitScores):
     ) -> Self:
         """Return Scores whose `score` is the mean of `scores_i`, at least one.
 
-        `metrics` defaults to the means of `metrics_i`.
+        Args:
+            scores_i: The study's score of each example.
+            metrics_i: Value of each example by metric name.
+            collapsed: Reason if the predictions are worthless, else None.
+            baseline: Score ("score") and metrics of the trivial predictor, by name.
+            metrics: Metrics by name; None: the means of `metrics_i`.
         """
         by_example = {
             name: [float(value) for value in values] for name, values in metrics_i.items()
@@ -68,7 +77,8 @@ class NonFinitePredictionError(ArithmeticError):
 class TaskModel(nn.Module):
     """Module of a backbone and the head of a task.
 
-    The head computes logits from the backbone's states.
+    The head is a linear layer, a NativeHead or, in retrieval, the identity. Tasks call both parts
+    (`FinetuneTask.compute_outputs`); the module itself has no forward.
     """
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
@@ -82,18 +92,19 @@ class TaskModel(nn.Module):
         return next(self.parameters()).device
 
     def compute_logits(self, states: Tensor) -> Tensor:
-        """Return a linear head's logits, float32[..., labels], of `states`.
+        """Return the logits, float32[..., labels], of `states` [..., hidden_size].
 
-        States are [..., hidden_size]. The logits are computed in the head's dtype.
+        The head must be linear, and computes in its own dtype.
         """
         return self.head(states.to(self.head.weight.dtype)).float()
 
 
 class FinetuneTask(ABC):
-    """Base class of a task family on one data set.
+    """Base class of a task family on one data set: tokens, loss and scores.
 
-    A task tokenizes examples and computes the loss (cross-entropy by default), predictions and
-    scores.
+    Subclasses are in `TASKS`, by family. `encode` tokenizes examples, `backward` computes the loss
+    (cross-entropy by default) and gradients, `evaluate` predicts and scores. `progress` is called
+    with the numbers of predicted and of all texts of an evaluation.
     """
 
     family: ClassVar[TaskFamily]
@@ -106,9 +117,10 @@ class FinetuneTask(ABC):
 
     @abstractmethod
     def encode(self, examples: Examples, encoder: TextEncoder) -> TokenizedSplit:
-        """Return the tokenized `examples` with targets as columns.
+        """Return the tokenized `examples`, with targets as columns.
 
-        Only examples, encoder and labels determine the result.
+        The order is that of the examples. Only examples, encoder and labels determine the result,
+        which may thus be cached.
         """
 
     @abstractmethod
@@ -123,7 +135,10 @@ class FinetuneTask(ABC):
         """
 
     def clear_cache(self) -> None:
-        """Drop cached outputs of the model, as its weights are about to change."""
+        """Drop cached outputs of the model.
+
+        Call it after an evaluation, before the weights change.
+        """
         return
 
     def count_labels(self, data: TokenizedSplit) -> np.ndarray | None:
@@ -155,13 +170,17 @@ class FinetuneTask(ABC):
         return len(self.dataset.labels)
 
     def count_examples(self, data: TokenizedSplit) -> int:
-        """Return the number of examples in the tokenized training split, one per text."""
+        """Return the number of examples in the tokenized training split.
+
+        `backward` takes their indices.
+        """
         return len(data)
 
     def compute_outputs(self, model: TaskModel, packed: PackedTexts) -> Tensor:
         """Return the logits of each token of a pack, float32[tokens, labels].
 
-        Some subclasses have one output per text.
+        Classification has logits of each text, float32[texts, labels], and retrieval embeddings,
+        float32[texts, hidden_size].
         """
         states = model.backbone.compute_states(packed)
         if isinstance(model.head, NativeHead):
@@ -169,17 +188,22 @@ class FinetuneTask(ABC):
         return model.compute_logits(self.pool(states, packed))
 
     def pool(self, states: Tensor, packed: PackedTexts) -> Tensor:
-        """Return the states that a linear head reads: those of all tokens.
+        """Return the states that a linear head reads: `states` of all tokens.
 
-        Subclasses pool those of a text.
+        Classification overrides it with one pooled state per text.
         """
         return states
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return, in subclasses, the label of each output of the texts `rows`.
+        """Return the label index of each output of the texts `rows`, for the loss.
+
+        Subclasses that use the default loss override it.
 
         Returns:
             int64[outputs], IGNORE_INDEX for outputs without a label.
+
+        Raises:
+            NotImplementedError: The subclass has a loss of its own (retrieval).
         """
         raise NotImplementedError
 
@@ -188,6 +212,10 @@ class FinetuneTask(ABC):
 
         Gradients are added to those that parameters have. Texts that do not fit in one forward pass
         take several.
+
+        Args:
+            data: Training split.
+            rows: Indices of the batch's examples, int64.
         """
         count = max(1, int((self.get_targets(data, rows) != IGNORE_INDEX).sum()))
         total = torch.zeros((), device=model.device)
@@ -204,9 +232,12 @@ class FinetuneTask(ABC):
         return total.item()
 
     def split_into_forwards(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Return the text indices, int64, of each forward pass.
+        """Return the text indices, int64, of each forward pass, shorter texts first.
 
-        A pass has at most `tokens_per_forward` tokens, or one longer text.
+        A pass has at most `protocol.tokens_per_forward` tokens, or one longer text.
+
+        Args:
+            lengths: Number of tokens of each text.
         """
         return batch_by_tokens(lengths, self.protocol.tokens_per_forward)
 
@@ -222,9 +253,11 @@ class FinetuneTask(ABC):
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Yield (indices into `rows`, outputs) of each forward pass in eval mode.
 
-        Passes of shorter texts come first. The model stays in eval mode.
+        Outputs are those of `compute_outputs`, in the order of the indices. Passes of shorter texts
+        come first. The model stays in eval mode.
 
         Args:
+            rows: Indices of texts in `data`.
             before: Number of other texts that count as done in `progress`.
             after: Number of other texts that follow.
 
@@ -248,7 +281,10 @@ class FinetuneTask(ABC):
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the index and the token logits of each text in `data`, shortest first.
 
-        The logits are float32[tokens, labels].
+        The logits are float32[tokens, labels], on the CPU.
+
+        Raises:
+            NonFinitePredictionError: A logit is NaN or inf.
         """
         for rows, outputs in self.predict(model, data, np.arange(len(data))):
             yield from zip(
@@ -275,6 +311,9 @@ def mean_pool(states: Tensor, packed: PackedTexts) -> Tensor:
     """Return the mean of each text's token states, float32[texts, hidden_size].
 
     The mean is deterministic on GPUs too.
+
+    Args:
+        states: States of the tokens of `packed`, [T, hidden_size].
     """
     lengths = torch.tensor(packed.lengths, device=states.device)
     return torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)

@@ -22,7 +22,8 @@ class Classification(FinetuneTask):
     def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> TokenizedTexts:
         """Return the tokenized texts of `examples`, with their class indices.
 
-        The column `labels`, int64[n], has the indices.
+        A pair's two texts are joined by the tokenizer. The column `labels`, int64[n], has the
+        indices.
         """
         rows = encoder.encode([example.content for example in examples])
         rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.int64)
@@ -69,10 +70,14 @@ class Classification(FinetuneTask):
 
 
 def matthews_correlation(gold: np.ndarray, predicted: np.ndarray) -> float:
-    """Return the Matthews correlation of class indices; 0 if either is constant.
+    """Return the Matthews correlation, from -1 to 1, of gold and predicted classes.
 
-    Its form for any number of classes is Gorodkin's R_K (Computational Biology and Chemistry 28,
-    2004): the correlation of the classes as vectors of zeros and a one.
+    It is 0 if either is constant. For any number of classes it is Gorodkin's R_K (Computational
+    Biology and Chemistry 28, 2004): the correlation of the classes as one-hot vectors.
+
+    Args:
+        gold: Class index of each example, int[examples], at least one.
+        predicted: Predicted class indices, int[examples].
     """
     classes = int(max(gold.max(), predicted.max())) + 1
     of_gold = np.bincount(gold, minlength=classes) / len(gold)

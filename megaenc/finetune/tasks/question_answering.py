@@ -43,10 +43,11 @@ class QuestionAnswering(FinetuneTask):
     def encode(self, examples: list[Question], encoder: TextEncoder) -> TokenizedTexts:
         """Return tokenized texts with columns of their contexts and answers.
 
-        By row: `context`, int32[n, 2], token range (start, end) of the context; `gold`, int32[n,
-        2], token range of the first answer before the text is cut, (0, 0) without answer. By token:
-        `offsets`, int32[N, 2], character range in the context, (0, 0) outside it; `inside`,
-        int64[N], 1 within the first answer, else 0.
+        By row: `context`, int32[n, 2], token range of the context in the row; `gold`, int32[n, 2],
+        that of the first answer before the text is cut, (0, 0) without answer. By token: `offsets`,
+        int32[N, 2], character range in the context, (0, 0) outside it; `inside`, int64[N], 1 within
+        the first answer, else 0. The end of a range is excluded. The number of questions that are
+        cut is printed.
         """
         prefixes = [f"Question: {example.question}\nContext: " for example in examples]
         # A paragraph has several questions.
@@ -148,16 +149,17 @@ def _find_answer_tokens(example: Question, characters: np.ndarray) -> np.ndarray
 
 
 def extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
-    """Return the text of the predicted answer of `row`.
+    """Return the text of the predicted answer of text `row`, empty without one.
 
     It is the run of positive log-odds in the context with the largest mean, without spaces around
-    it, empty without such a run.
+    it.
 
     Args:
         context: Text of the row's context.
-        log_odds: float[sub-tokens of the row], the logit of inside minus that of outside, for the
-            question too.
+        log_odds: float[sub-tokens of the row], the logit of inside minus that of outside the
+            answer.
         data: Result of `QuestionAnswering.encode`.
+        row: Index of the text in `data`.
     """
     start, end = data.columns["context"][row]
     span = find_best_span(log_odds[start:end])
@@ -168,10 +170,10 @@ def extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row
 
 
 def position_f1(gold: Collection[int], predicted: Collection[int]) -> float:
-    """Return the F1 of two sets of sub-token positions, the study's score.
+    """Return the F1 of two sets of sub-token positions, from 0 to 1.
 
-    An empty set counts as {0}. An unanswerable question thus scores 1 without a predicted answer,
-    else 0: position 0 is part of the question.
+    It is the study's score. Positions are counted in a row. An empty set counts as {0}, a position
+    of the question: an unanswerable question scores 1 without a predicted answer, else 0.
     """
     gold_positions = set(gold) or {0}
     predicted_positions = set(predicted) or {0}
@@ -193,7 +195,7 @@ def normalize_answer(answer: str) -> str:
 def exact_match(golds: Sequence[str], predicted: str) -> float:
     """Return 1.0 if the normalized prediction equals a gold answer, else 0.0.
 
-    An empty prediction is right if there is no gold answer, as in SQuAD v2.
+    An empty prediction is right if `golds`, all accepted answers, is empty, as in SQuAD v2.
     """
     return float(
         normalize_answer(predicted)
@@ -204,8 +206,11 @@ def exact_match(golds: Sequence[str], predicted: str) -> float:
 def token_f1(golds: Sequence[str], predicted: str) -> float:
     """Return the highest F1 of the prediction's words with those of a gold answer.
 
-    Answers are normalized, and words are counted with repetition, as in SQuAD v2. The F1 of an
-    answer without words is 1 if both have none, else 0.
+    It is from 0 to 1. Answers are normalized (`normalize_answer`), and words are counted with
+    repetition, as in SQuAD v2. The F1 of an answer without words is 1 if both have none, else 0.
+
+    Args:
+        golds: All accepted answers; empty: unanswerable.
     """
     predicted_words = normalize_answer(predicted).split()
     scores = []
@@ -229,7 +234,7 @@ def find_best_span(log_odds: np.ndarray) -> tuple[int, int] | None:
         log_odds: float[sub-tokens of the context], the logit of inside minus that of outside.
 
     Returns:
-        (start, end), end excluded, or None if none is positive.
+        Token range (start, end), end excluded, or None if no log-odds are positive.
     """
     inside = np.concatenate([[False], log_odds > 0, [False]])
     boundaries = np.flatnonzero(inside[1:] != inside[:-1]).reshape(-1, 2)

@@ -40,7 +40,8 @@ class RetrievalTask(FinetuneTask):
     ) -> dict[str, TokenizedTexts]:
         """Return tokenized texts by name: "queries" and "documents".
 
-        Pairs are encoded row by row, a split in the order of its dicts.
+        Row i of both is training pair i; of a validation or test split, rows are in the order of
+        its dicts.
         """
         if isinstance(examples, RetrievalExamples):
             queries = list(examples.queries.values())
@@ -65,9 +66,14 @@ class RetrievalTask(FinetuneTask):
     def backward(
         self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray
     ) -> float:
-        """Backpropagate the InfoNCE loss of the pairs `rows`; return the loss.
+        """Backpropagate the InfoNCE loss of the training pairs `rows`; return the loss.
 
-        Several forward passes use gradient caching.
+        Gradients are added to those that parameters have. Several forward passes use gradient
+        caching.
+
+        Args:
+            data: Training split.
+            rows: Indices of the batch's pairs, int64.
         """
         self.clear_cache()
         texts = data["queries"].gather_rows(rows) + data["documents"].gather_rows(rows)
@@ -87,7 +93,7 @@ class RetrievalTask(FinetuneTask):
     def evaluate(
         self, model: TaskModel, data: dict[str, TokenizedTexts], examples: RetrievalExamples
     ) -> Scores:
-        """Return the Scores of ranking, each the mean over queries.
+        """Return the Scores of ranking, each the mean over queries, from 0 to 1.
 
         The score is `retrieved_ndcg`, the metrics are `ndcg@10`, `mrr@10` and `recall@100`. Queries
         without a relevant document are ignored (trec_eval); relevant documents that are not in
@@ -186,8 +192,8 @@ def iterate_cosines(queries: Tensor, documents: Tensor) -> Iterator[np.ndarray]:
     Queries and documents are in order.
 
     Args:
-        queries: Embeddings of length 1, one a row.
-        documents: Embeddings of length 1, one a row, at least one.
+        queries: Embeddings of length 1, float[queries, size].
+        documents: Embeddings of length 1, float[documents, size], at least one.
     """
     size = max(1, _MAX_COSINES // len(documents))
     for rows in queries.split(size):
@@ -206,15 +212,15 @@ def _compute_ideal_dcg(grades: Sequence[float], depth: int) -> float:
 
 
 def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
-    """Return NDCG of the first `depth` documents by their own best order.
+    """Return NDCG of the first `depth` documents by their own best order, 0 to 1.
 
-    Relevant documents that were not retrieved do not lower it. Documents of equal score share their
-    discounts. Equal to scikit-learn's `ndcg_score([relevant], [scores])` on the first `depth`
-    documents; 0 if none is relevant.
+    Relevant documents that were not retrieved do not lower it, and documents of equal score share
+    their discounts: it is scikit-learn's `ndcg_score([relevant], [scores])` on the first `depth`
+    documents. It is 0 if none of them is relevant.
 
     Args:
-        relevant: bool[documents], best first.
-        scores: float[documents], best first.
+        relevant: bool[documents], in the order of the ranking.
+        scores: float[documents], descending.
     """
     gains = relevant[:depth].astype(np.float64)
     scores = scores[:depth]
@@ -227,13 +233,13 @@ def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) ->
 
 
 def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> float:
-    """Return NDCG at `depth` with grades as gains, as trec_eval.
+    """Return NDCG at `depth`, from 0 to 1, with grades as gains, as trec_eval.
 
     The best order of all relevant documents normalizes the gain; without any the result is 0.
 
     Args:
-        grades: int[documents], best first, 0 if not relevant.
-        all_grades: Grades of all relevant documents.
+        grades: Grade of each ranked document, int[documents], best rank first, 0 if not relevant.
+        all_grades: Grades of all relevant documents, ranked or not.
     """
     ideal = _compute_ideal_dcg(all_grades, depth)
     ranked = grades[:depth]
@@ -243,11 +249,10 @@ def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> floa
 def reciprocal_rank(grades: np.ndarray, depth: int = 10) -> float:
     """Return 1 / rank, from 1, of the first document with a grade other than 0.
 
-    Args:
-        grades: int[documents], best first, 0 if not relevant.
+    It is 0 if none of the first `depth` documents has one.
 
-    Returns:
-        The reciprocal rank, or 0 if none of the first `depth` has such a grade.
+    Args:
+        grades: Grade of each ranked document, int[documents], best rank first, 0 if not relevant.
     """
     ranks = np.flatnonzero(grades[:depth])
     return 1 / (int(ranks[0]) + 1) if len(ranks) else 0.0
@@ -259,16 +264,16 @@ def recall(grades: np.ndarray, relevant: int, depth: int = 100) -> float:
     Without relevant documents the result is 0.
 
     Args:
-        grades: int[documents], best first, 0 if not relevant.
-        relevant: Number of all relevant documents.
+        grades: Grade of each ranked document, int[documents], best rank first, 0 if not relevant.
+        relevant: Number of all relevant documents, ranked or not.
     """
     return float(np.count_nonzero(grades[:depth]) / relevant) if relevant else 0.0
 
 
 def compute_trec_order(names: Sequence[str]) -> np.ndarray:
-    """Return document indices, int64, in the order that trec_eval gives equal scores.
+    """Return the indices, int64, that sort document ids as trec_eval breaks ties.
 
-    The order is descending by the `names` in UTF-8.
+    The order is descending by the ids `names` in UTF-8.
     """
     keys = [name.encode("utf-8", "surrogatepass") for name in names]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__, reverse=True), dtype=np.int64)
@@ -277,11 +282,11 @@ def compute_trec_order(names: Sequence[str]) -> np.ndarray:
 def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
     """Return the indices, int64, of the `depth` highest scores, best first.
 
-    Fewer scores give fewer indices. Equal scores keep their order: with documents in the order of
+    Fewer scores give fewer indices. Equal scores keep their order: if documents are in the order of
     `compute_trec_order`, the ranking is trec_eval's.
 
     Args:
-        scores: At least one, without NaN.
+        scores: Score of each document, float[documents], at least one, without NaN.
         depth: At least 1.
     """
     depth = min(depth, len(scores))
@@ -291,13 +296,14 @@ def rank_top_documents(scores: np.ndarray, depth: int) -> np.ndarray:
 
 
 def find_excluded_document(query: str, grade_of: Mapping[str, int]) -> str | None:
-    """Return the id of the document that the ranking of `query`, an id, leaves out.
+    """Return the id of the document that a query's ranking leaves out, or None.
 
-    The document with the query's id is left out, as in BEIR, where such a document is the query
-    itself. It need not exist. None is left out if that document is judged relevant, as in sets that
-    number pairs.
+    It is the query's own id, as in BEIR, where a document of this id is the query itself; it need
+    not exist. If the document of this id is judged relevant, as in sets that number pairs, the
+    result is None.
 
     Args:
+        query: Id of the query.
         grade_of: Grades of the query's relevant documents, by id.
     """
     return None if query in grade_of else query
@@ -308,12 +314,13 @@ def compute_query_baseline(
 ) -> dict[str, float]:
     """Return a query's expected metrics over random orders of `documents`.
 
-    The metrics are those of `compute_random_baseline`.
+    They are score, ndcg@10, mrr@10 and recall@100, by name, from 0 to 1. The dict is cached, so it
+    must not be changed.
 
     Args:
         grade_of: Grades of all relevant documents by id, also of those that are not ranked.
         documents: Ids of all documents.
-        excluded: Id of the document that is left out, or None.
+        excluded: Id of the document that is not ranked; None: none.
     """
     count = len(documents) - (excluded in documents)
     missing = [grade for document, grade in grade_of.items() if document not in documents]
@@ -326,13 +333,14 @@ def compute_query_baseline(
 def compute_random_baseline(
     documents: int, all_grades: tuple[int, ...], missing: tuple[int, ...] = ()
 ) -> dict[str, float]:
-    """Return the expected score, ndcg@10, mrr@10 and recall@100 of a random order.
+    """Return a query's expected metrics, from 0 to 1, over random orders of documents.
 
-    Results are cached, so a caller must not change them.
+    They are score (that is `retrieved_ndcg`), ndcg@10, mrr@10 and recall@100, by name. The dict is
+    cached, so it must not be changed.
 
     Args:
-        documents: Number of documents, at least 1.
-        all_grades: Grades of a query's relevant documents, at least one, above 0.
+        documents: Number of ranked documents, at least 1.
+        all_grades: Grades of the query's relevant documents, at least one, above 0.
         missing: Those of `all_grades` whose documents are not ranked.
     """
     relevant = len(all_grades) - len(missing)

@@ -27,7 +27,8 @@ class TokenClassification(FinetuneTask):
     def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> TokenizedTexts:
         """Return tokenized sentences, with the word and tag of each token.
 
-        By token: `words`, the index of its word or -1; `tags`, the index of its tag or -100.
+        Columns by token: `words`, int32[N], the index of its word in the sentence or -1; `tags`,
+        int64[N], the index of its tag or -100.
         """
         rows = []
         words = []
@@ -143,18 +144,15 @@ class TokenClassification(FinetuneTask):
 
 
 def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) -> np.ndarray:
-    """Return each word's most frequent sub-token tag.
+    """Return each word's most frequent sub-token tag, int64[count].
 
     Of equally frequent tags it is the one that comes first in the word.
 
     Args:
         words: int[sub-tokens], the ascending word index of each sub-token.
-        tags: int[sub-tokens].
+        tags: int[sub-tokens], the tag index of each sub-token.
         count: Number of words.
-        absent: Tag of words without a sub-token.
-
-    Returns:
-        int64[count].
+        absent: Tag index of words without a sub-token.
     """
     voted = np.full(count, absent, dtype=np.int64)
     if len(words):
@@ -169,15 +167,15 @@ def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) 
 def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.ndarray:
     """Return each sentence's macro F1 over tags in gold or prediction, O included.
 
-    The study's score is equal to scikit-learn's `f1_score(gold, predicted, average="macro",
-    zero_division=0)` on the words of one sentence.
+    It is scikit-learn's `f1_score(gold, predicted, average="macro", zero_division=0)` on the words
+    of one sentence: the study's score.
 
     Args:
-        gold: Tag indices of the words of each sentence, at least one word in each.
+        gold: Tag indices, int[words], of each sentence, at least one word in each.
         predicted: Tag indices of the same words.
 
     Returns:
-        float64[sentences].
+        float64[sentences], from 0 to 1.
     """
     scores = np.zeros(len(gold))
     for index, (gold_tags, predicted_tags) in enumerate(zip(gold, predicted, strict=True)):
@@ -216,7 +214,11 @@ def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> np.ndarray:
     """Return the numbers of correct, predicted and gold spans of each sentence.
 
-    Correct spans have the same type and ends as a gold one.
+    Correct spans have the same type and words as a gold one.
+
+    Args:
+        gold: IOB2 tags of each sentence, as text.
+        predicted: Predicted tags of the same words.
 
     Returns:
         int64[sentences, 3].
@@ -230,10 +232,15 @@ def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
 
 
 def span_f1(counts: np.ndarray) -> dict[str, float]:
-    """Return micro-averaged span_f1, span_precision and span_recall, by name.
+    """Return micro-averaged span_f1, span_precision and span_recall, from 0 to 1.
+
+    The ratio 0/0 counts as 0.
 
     Args:
-        counts: Result of `count_spans`. A ratio 0/0 is 0.
+        counts: Result of `count_spans`, int64[sentences, 3].
+
+    Returns:
+        The three values by name.
     """
     right, predicted, gold = counts.sum(axis=0).tolist()
     return {
