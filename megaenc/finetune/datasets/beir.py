@@ -44,7 +44,7 @@ _QRELS_FILES = {
 class QrelLine(NamedTuple):
     """Line of a qrels file: location (file:line), query id, document id and grade.
 
-    A grade of 0 or less is irrelevant.
+    A grade of 0 or less means that the document is irrelevant.
     """
 
     location: str
@@ -65,13 +65,15 @@ def is_beir_directory(directory: Path) -> bool:
 
 
 def load_beir(name: str, directory: Path, whole_corpus: bool) -> Dataset:
-    """Return the Dataset of the BEIR directory `directory` (see `is_beir_directory`).
+    """Return the Dataset `name` of a directory in BEIR's layout (IR).
 
     Files are hashed now and parsed by `load_split`. Without qrels of test, those of validation are
     the test split. Validation without qrels of its own gets 5 % of the queries of train or, without
     train, half of those of test.
 
     Args:
+        name: Name in results and messages.
+        directory: Directory of which `is_beir_directory` is True.
         whole_corpus: Search all documents instead of those judged in validation and test.
 
     Raises:
@@ -158,9 +160,9 @@ class _SplitReader:
 
 
 def load_beir_test(directory: Path) -> RetrievalExamples:
-    """Return the test queries and grades of BEIR `directory` and its whole corpus.
+    """Return the test queries and grades of a BEIR directory and its whole corpus.
 
-    Only queries with a grade above 0 are returned. Texts have no prefix, as BEIR evaluates models
+    Queries without a grade above 0 are left out. Texts have no prefix, as BEIR evaluates models
     without training. A document is its title, a space and its text, or one of the two if the other
     is empty.
 
@@ -183,12 +185,10 @@ def load_beir_test(directory: Path) -> RetrievalExamples:
 
 
 def load_beir_pairs(directory: Path) -> list[tuple[str, str, str]]:
-    """Return the relevant pairs of qrels/train.tsv in BEIR `directory`, in its order.
+    """Return (location, query, document) of each relevant pair of qrels/train.tsv.
 
-    Texts are those of `load_beir_test`, and may be empty.
-
-    Returns:
-        (location, query, document) of each line with a grade above 0: file:line and two texts.
+    Pairs are those with a grade above 0, in the order of the file; the location is file:line. Texts
+    are those of `load_beir_test`, and may be empty.
 
     Raises:
         InputError: A file or text is missing, a line is malformed, or no grade is above 0.
@@ -214,9 +214,10 @@ def load_beir_corpus(directory: Path) -> list[str]:
 
 
 def compute_test_fingerprint(directory: Path) -> str:
-    """Return a SHA-256 (hex) of the files that `load_beir_test` reads.
+    """Return a SHA-256 (hex) of the corpus, queries and qrels/test.tsv of a directory.
 
-    A compressed file has another fingerprint than its text.
+    These are the files that `load_beir_test` reads. A compressed file has another fingerprint than
+    its text.
 
     Raises:
         InputError: A file is missing.
@@ -377,10 +378,13 @@ def _add_validation_split(
 def move_to_validation(
     qrels_by_split: dict[SplitName, Qrels], source: SplitName, queries: Collection[str]
 ) -> None:
-    """Move the grades of `queries` in place from a split to the split "validation".
+    """Move the grades of `queries` from the split `source` to the split "validation".
 
-    Earlier grades of the split "validation" are dropped. Queries that are not in the split `source`
-    are ignored.
+    `qrels_by_split` is changed in place. Earlier grades of validation are dropped. Queries that are
+    not in `source` are ignored.
+
+    Args:
+        queries: Ids of queries.
     """
     qrels_by_split["validation"] = {
         query: grades for query, grades in qrels_by_split[source].items() if query in queries
@@ -420,8 +424,12 @@ def build_retrieval_examples(
 ) -> RetrievalExamples:
     """Return RetrievalExamples of the queries with a grade above 0, and all documents.
 
-    Prefixes are added to texts. `queries` must have the text of each such query; `documents` may
-    lack relevant ones.
+    The prefixes QUERY and DOCUMENT are added to texts.
+
+    Args:
+        qrels: Grades by query id, then by document id.
+        queries: Texts by id; those of all returned queries must be there.
+        documents: Texts by id; relevant ones may be missing.
     """
     positive = {
         query: {key: grade for key, grade in grades.items() if grade > 0}

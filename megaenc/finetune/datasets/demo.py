@@ -60,9 +60,9 @@ def ensure_demo_datasets(
     names: Sequence[str] = DEMO_DATASETS,
     flag: str = "demo directory",
 ) -> Path:
-    """Write demo data sets that are missing in `directory`; return `directory`.
+    """Write demo data sets that are missing in `directory`; return it as a Path.
 
-    The three sets built from documentation are written together. Equal packages give equal bytes. A
+    The sets demo_tc, demo_qa and demo_ir are written together. Equal packages give equal bytes. A
     lock makes concurrent processes wait. The content of existing sets is not checked.
 
     Args:
@@ -115,10 +115,10 @@ def ensure_demo_datasets(
 
 
 def read_documentation() -> list[DocumentedFunction]:
-    """Return the docstrings with parameters in the demo corpus's packages.
+    """Return functions and classes of installed packages that describe parameters.
 
-    They are sorted by source file. A process per core reads the installed files; a progress line is
-    shown.
+    The packages are those of the demo corpus. Entries are sorted by source file: (id, description,
+    parameter descriptions by name). A process per core reads the files; a progress line is shown.
     """
     files = corpus_demo.map_source_files(
         _parse_documented_functions,
@@ -153,10 +153,13 @@ def _parse_documented_functions(source: tuple[str, str]) -> list[DocumentedFunct
 
 
 def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[dict]:
-    """Yield a row per paragraph of 10 to 100 words of (source, text) documents.
+    """Yield a row per paragraph of 10 to 100 words of the documents.
 
-    Paragraphs are separated by an empty line. A row has "source", "id", "text" and "label", the
-    package, which is the part of the source before its first `/`.
+    Paragraphs are separated by an empty line. A row has "source", "id", "text" and "label", which
+    is the package, the part of the source before its first `/`.
+
+    Args:
+        documents: (source, text) pairs.
     """
     for source, document in documents:
         for paragraph_index, text in enumerate(document.split("\n\n")):
@@ -174,6 +177,9 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
 
     A new sentence differs from earlier ones in more than names and numbers. A row has "source",
     "id", "tokens" and "tags", which are IOB2 of PARAM and CODE.
+
+    Args:
+        documentation: Result of `read_documentation`.
     """
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
@@ -214,8 +220,11 @@ def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator
     """Yield a row per parameter, of the first 5 of each function.
 
     Parameters are left out if their description has no clean first sentence or repeats an earlier
-    one. A row has "source", "id", "question", "context" and "answers". The answer is the first
-    sentence of the parameter's description.
+    one. A row has "source", "id", "question", "context" and "answers" (`text` and `answer_start`,
+    as in SQuAD). The answer is the first sentence of the parameter's description.
+
+    Args:
+        documentation: Result of `read_documentation`.
     """
     seen_texts: set[str] = set()
     for source, _, parameters in documentation:
@@ -247,6 +256,9 @@ def build_retrieval_rows(documentation: Iterable[DocumentedFunction]) -> Iterato
     Sentences are those of the description, then of the parameters; any that occurred before is
     skipped. A row has "source", "id", "query" and "document". A function whose document has fewer
     than 12 words has no row.
+
+    Args:
+        documentation: Result of `read_documentation`.
     """
     seen_texts: set[str] = set()
     for source, description, parameters in documentation:
@@ -354,7 +366,13 @@ def _write_dataset(directory: Path, splits: dict[str, list[dict]]) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune demo`: write the demo data sets that are missing."""
+    """Run `megaenc finetune demo`: write the demo data sets that are missing.
+
+    Wrong input exits with 2.
+
+    Args:
+        argv: The flags; None: those of this process.
+    """
     silence_libraries()
     settings = flags.parse(
         DemoDatasetsConfig, argv, prog="megaenc finetune demo", description=__doc__

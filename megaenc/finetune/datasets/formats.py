@@ -64,12 +64,10 @@ Row = tuple[str, dict[str, Any]]
 
 
 def strip_format_suffix(path: Path) -> str | None:
-    """Return the name of the file `path` without suffixes of format and compression.
+    """Return a file's name without suffixes of format and compression.
 
-    Only the last part of the path is read, and the file need not exist.
-
-    Returns:
-        The name, or None if the format is unknown.
+    Only the last part of `path` is read, and the file need not exist. The result is None if the
+    format is unknown.
     """
     name = strip_compression_suffix(path.name)
     return next(
@@ -78,11 +76,11 @@ def strip_format_suffix(path: Path) -> str | None:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Return an iterator over (location, fields) of the rows of a labelled file.
+    """Return an iterator over (location, fields by name) of a labelled file's rows.
 
-    The suffix gives the format; .tsv and .json are told apart by content, and an unknown suffix
-    means JSONL. Cells of CSV and TSV are text, except `tokens` and `tags`, which are split into
-    lists.
+    The location, such as `path:line`, begins error messages. The suffix gives the format; .tsv and
+    .json are told apart by content, and an unknown suffix means JSONL. Cells of CSV and TSV are
+    text, except `tokens` and `tags`, which are split into lists.
 
     Raises:
         InputError: The file is malformed. It is raised during iteration or, for .tsv and .json, by
@@ -117,13 +115,12 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
-    """Return the task family of a row by its keys.
+    """Return the task family of a row by its keys; its values are not read.
+
+    It is TC with tokens and tags, else QA with question and context, else SC with text or label.
 
     Args:
         path: File of the row, for the error.
-
-    Returns:
-        TC with tokens and tags, else QA with question and context, else SC with text or label.
 
     Raises:
         InputError: No family fits.
@@ -141,7 +138,7 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
 
 
 def read_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield the number, from 1, and the text of each line of a file.
+    """Yield (number, text) of each line of a file, numbered from 1.
 
     gzip and Zstandard are recognized by content.
 
@@ -367,7 +364,10 @@ def _get_objects(holder: dict[str, Any], key: str, location: str) -> list[dict[s
 
 @dataclass(frozen=True)
 class LabelSet:
-    """Labels of a data set in the order of their indices."""
+    """Labels of a data set in the order of their indices.
+
+    If `is_indexed`, an integer in a row is a label's index, from 0, instead of its name.
+    """
 
     labels: tuple[str, ...]
     is_indexed: bool
@@ -389,6 +389,9 @@ class LabelSet:
         """Return the index of the label `value`, a name or, if `is_indexed`, an index.
 
         An index is an integer from 0, or its digits as text unless `has_numbers`.
+
+        Args:
+            location: Start of the error.
 
         Raises:
             InputError: The label is unknown, or neither text nor an integer.
@@ -416,7 +419,11 @@ _NO_REGRESSION = "found a number with a point, expected a class; regression is n
 def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelSet) -> bool:
     """Return whether all rows have the label -1, which is none of `labels`.
 
-    Without rows the result is False.
+    Test splits whose labels are not published have it, as in GLUE. Without rows the result is
+    False.
+
+    Args:
+        rows: (location, fields) pairs.
     """
     if _HIDDEN in labels.labels:
         return False
@@ -431,8 +438,11 @@ def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelS
 def parse_label(value: Any, location: str) -> str:
     """Return the label `value`, an integer or text that is not empty, as text.
 
+    Args:
+        location: Start of the error.
+
     Raises:
-        InputError: The value is anything else; the message begins with `location`.
+        InputError: The value is anything else.
     """
     if isinstance(value, float):
         raise InputError(f"{location}: label {value}: {_NO_REGRESSION}")
@@ -442,10 +452,13 @@ def parse_label(value: Any, location: str) -> str:
 
 
 def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
-    """Return the LabelSet of (location, row) pairs, with names (not `is_indexed`).
+    """Return the LabelSet of all labels in rows, which are names (not `is_indexed`).
 
-    Classes of SC are sorted, as numbers if all are integers. Tags are "O", also if it does not
-    occur, and the others, sorted.
+    Classes of SC are sorted, as numbers if all are integers. Tags of TC are "O", even if it does
+    not occur, then the others, sorted.
+
+    Args:
+        rows: (location, fields) pairs, with the field `label` in SC and `tags` in TC.
 
     Raises:
         InputError: A label is missing or invalid, or all are numbers and one has a point or an
@@ -475,13 +488,14 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
 def check_label_names(
     family: TaskFamily, names: Any, place: str, *, is_encoded: bool = False
 ) -> LabelSet:
-    """Return the LabelSet of listed `names`.
+    """Return the LabelSet of `names`, a list from a file, in their order.
 
-    An integer in a row is a position, but a name if some names are numbers.
+    An integer in a row is then an index, but a name if some names are spelled like integers.
 
     Args:
+        names: Value to check: a list of different texts, in TC of IOB2 tags with "O".
         place: Start of the error.
-        is_encoded: Whether the rows hold the names as positions, whatever the names are.
+        is_encoded: The rows hold indices, whatever the names are.
 
     Raises:
         InputError: The names are invalid.
@@ -501,10 +515,11 @@ def check_label_names(
 
 
 def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:
-    """Return `tag` if it is IOB2 text: O, B-TYPE or I-TYPE.
+    """Return `tag` unchanged if it is IOB2 text: O, B-TYPE or I-TYPE.
 
     Args:
-        is_indexed: Accept a decimal number too.
+        location: Start of the error.
+        is_indexed: Accept a number from 0 too, or its digits as text.
 
     Raises:
         InputError: The tag is anything else.
@@ -535,7 +550,7 @@ def build_example(
 
     Args:
         location: Start of the error.
-        name: Id of a row without one.
+        name: Id of the example if the row has no `id`.
         pair_template: Template of the pairs of SC (see `build_labelled_text`).
 
     Raises:
@@ -569,15 +584,14 @@ def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
 def build_labelled_text(
     row: Mapping[str, Any], location: str, name: str, label: int, pair_template: str
 ) -> LabelledText:
-    """Return the example of a row of sequence classification.
-
-    A `text_pair` is joined by the template here, or by the tokenizer later.
+    """Return the example of a row of sequence classification from its texts.
 
     Args:
         location: Start of the error.
         name: Id of the example; that of the row is not read.
         label: Index of the label; that of the row is not read.
-        pair_template: Template, TOKENIZER_PAIRS, or empty to ignore a `text_pair`.
+        pair_template: Template that joins `text` and `text_pair` to one text; TOKENIZER_PAIRS to
+            keep both, for the tokenizer; empty to ignore `text_pair`.
 
     Raises:
         InputError: A text is missing or no text.
@@ -666,7 +680,11 @@ def _build_question(row: Mapping[str, Any], location: str, name: str) -> Questio
 
 
 def register_id(places: dict[str, str], key: str, location: str, kind: str = "id") -> None:
-    """Record in `places` that the id `key` stands at `location`.
+    """Record in `places` that the id `key` stands at `location`, to find duplicates.
+
+    Args:
+        places: First location of each id so far, by id; changed in place.
+        kind: Name of the id's field in the error.
 
     Raises:
         InputError: The id is repeated; the message names both places.

@@ -44,7 +44,10 @@ _ROWS_AT_ONCE = 100_000
 class HubSpec:
     """Description of a Hub data set: repository, columns, labels and rule of splits.
 
-    `family` is its task family, `config` its configuration on the Hub, None for the default.
+    `config` is the configuration on the Hub, None for the default. `fields` has the column on the
+    Hub by our field name, `template` joins the texts of an example of SC, `labels` are in the order
+    of their indices. If `test`, the Hub's split for test, is not "test", validation is drawn from
+    train.
     """
 
     family: TaskFamily
@@ -118,12 +121,13 @@ HUB_DATASETS: dict[str, HubSpec] = {
 
 
 def load_hub(name: str, revision: str = "") -> Dataset:
-    """Return HUB_DATASETS[name] as Dataset, which `load_split` downloads.
+    """Return the Dataset of `name`, a key of HUB_DATASETS, without reading data.
 
-    Its fingerprint is that of the description and the revision, not of the data.
+    `load_split` downloads it. The fingerprint is that of the description and the revision, not of
+    the data.
 
     Args:
-        revision: Revision of the repository; empty: its default.
+        revision: Commit, branch or tag of the repository; empty: its default branch.
 
     Raises:
         InputError: A revision of a retrieval set, which has several repositories, is given.
@@ -200,12 +204,14 @@ def build_hub_examples(
 ) -> Examples:
     """Return the examples of the rows of `data`, in order.
 
-    Empty sentences are left out, and invalid questions with a message.
+    Empty sentences are left out, and invalid questions too, with a message.
 
     Args:
         name: Name of the data set, for messages.
+        on_hub: Split on the Hub, for messages and ids.
         data: Table of `datasets` (Dataset).
-        row_indices: Row indices, from 0, in the Hub's split `on_hub`, one for each row of `data`.
+        row_indices: Index, from 0, of each row of `data` in the Hub's split.
+        labels: Labels of the data set.
 
     Raises:
         InputError: A text or a sentence is wrong.
@@ -423,21 +429,17 @@ def load_from_hub(
     is_retried: bool = False,
     **options: Any,
 ) -> Any:
-    """Return `datasets.load_dataset` of a repository, with its `options`.
+    """Return `datasets.load_dataset` of a repository: a Dataset or a DatasetDict.
 
-    A line that names the repository is printed once.
+    The result is a Dataset with the option `split`. A line that names the repository is printed
+    once.
 
     Args:
         name: Name of the data set, for that line.
-        config: Configuration on the Hub; None: its default.
-        revision: Revision of the repository; empty: its default.
-        start: Start of the error.
-        advice: End of the error.
+        config, revision: Configuration (None) and revision (empty) on the Hub, or their defaults.
+        start, advice: Start and end of the error.
         is_retried: Raise DataUnavailable for a temporary failure.
         options: Options of `load_dataset`, such as `split`.
-
-    Returns:
-        A Dataset of `datasets` with `split`, else a DatasetDict.
 
     Raises:
         DataUnavailable: `is_retried`, and the failure is temporary.

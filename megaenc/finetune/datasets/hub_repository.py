@@ -56,7 +56,8 @@ _EXPECTED = (
 class HubReference(NamedTuple):
     """Repository of a data set on the Hub, its configuration and its revision.
 
-    Configuration and revision are empty for the Hub's defaults.
+    `parse_hub_reference` builds it. `repository` is NAME or ORG/NAME; `config` and `revision`
+    (commit, branch or tag) are empty for the Hub's defaults.
     """
 
     repository: str
@@ -74,7 +75,8 @@ def parse_hub_reference(text: str) -> HubReference | None:
     """Return the HubReference of `ORG/NAME`, or None for other text.
 
     `ORG/NAME:CONFIG` is one too, each may have @REVISION, and `hf:` may be before it. An existing
-    path is none, and neither is a path in an existing directory, unless `hf:` is before it.
+    path is none, and without `hf:` neither is a NAME without ORG, nor a path in an existing
+    directory. The Hub is not asked.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or os.path.exists(text):
@@ -90,10 +92,12 @@ def load_hub_repository(
 ) -> Dataset:
     """Return the Dataset `name` of a repository on the Hub.
 
-    The repository is downloaded and read now to find its columns and labels.
+    The repository is downloaded, unless it is in the cache, and read now to find its columns and
+    labels.
 
     Args:
-        flags: Options; `task` and `pair_template`, a template or TOKENIZER_PAIRS, are read.
+        name: Name in results and messages.
+        flags: Options; `task` and `pair_template` (a template or TOKENIZER_PAIRS) are read.
         start: Start of the error if the repository cannot be read.
 
     Raises:

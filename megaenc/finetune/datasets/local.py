@@ -43,7 +43,10 @@ _SPLIT_WORDS = {
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """Options of data sets: task, text pairs, documents, training set and demos."""
+    """Options of data sets: task, text pairs, documents, training set and demos.
+
+    Each field is a flag of `megaenc finetune run` and `grid`, and an option of `find_dataset`.
+    """
 
     task: Literal["", "SC", "TC", "QA", "IR"] = ""
     """task of local data, by default inferred from the files: SC sequence classification, TC token
@@ -93,11 +96,12 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     """Return the Dataset `name` of the directory or file `path`.
 
     Files are hashed now, and read to find task family and labels. `load_split` parses them again. A
-    test file whose labels are hidden is left out with a message.
+    test file whose labels are hidden (-1) is left out with a message.
 
     Args:
-        flags: Options; `task` and `whole_corpus` are read.
-        pair_template: Template of pairs in SC, or TOKENIZER_PAIRS.
+        name: Name in results and messages.
+        flags: Options; only `task` and `whole_corpus` are read.
+        pair_template: Template that joins pairs in SC, or TOKENIZER_PAIRS.
 
     Raises:
         InputError: The path or a file is unreadable, the format is unknown, labels are invalid, or
@@ -155,10 +159,10 @@ def print_hidden_test(name: str, test: str) -> None:
 
 
 def template_rule(template: str, has_pairs: Callable[[], bool]) -> str:
-    """Return the pair template that a data set's fingerprint holds.
+    """Return the pair template to hash into a data set's fingerprint.
 
-    Without pairs TOKENIZER_PAIRS has no effect, and is the study's template, as in fingerprints of
-    earlier versions.
+    It is `template`, except that TOKENIZER_PAIRS without pairs, which has no effect, becomes the
+    study's template, as in fingerprints of earlier versions.
 
     Args:
         has_pairs: Function that returns whether there are pairs, called only for TOKENIZER_PAIRS.
@@ -175,15 +179,14 @@ def build_split_reader(
 ) -> Callable[[SplitName], Examples]:
     """Return a function that reads a split, and draws validation from train if needed.
 
-    Of train and one other part, the other is the test split, also if it is that of validation, and
-    5 % of train validate (`split_validation_rows`), with a message. Without train only the splits
-    in `parts` can be read. The function raises InputError for other splits, for any split if train
-    is the only part, and for a train of one example that has to be split.
+    Of train and one other part, the other is the test split, even if it is named validation, and 5
+    % of train validate (`split_validation_rows`), with a message. Without train only the splits in
+    `parts` can be read. The function raises InputError for other splits, for any split if train is
+    the only part, and for a train of one example that has to be split.
 
     Args:
-        name: Name of the data set in messages.
-        place: Source of `parts` in messages.
-        parts: Files, or splits on the Hub, by role.
+        name, place: Data set, and source of `parts`, in messages.
+        parts: Files, or splits on the Hub, by split.
         read_part: Function that reads the examples of a part.
         noun: Kind of `parts` in messages: "file" or "split".
     """
@@ -218,9 +221,10 @@ def build_split_reader(
 
 
 def find_split_names(names: Iterable[str]) -> dict[SplitName, str]:
-    """Return the names of train, validation and test that are among `names`, by split.
+    """Return the names of train, validation and test among `names`, by split.
 
-    A validation split is named validation, valid, val or dev; the first of these is returned.
+    A validation split may be named validation, valid, val or dev; the first of these is returned.
+    Splits without a name are left out.
     """
     known = set(names)
     matches = {
@@ -303,11 +307,11 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
 
 
 def find_split_files(path: Path) -> dict[SplitName, Path]:
-    """Return the file of each split in a directory.
+    """Return the file of each split in a directory, by split.
 
     A word of a file's name gives the split (`train`, `en_ewt-ud-train`); a name that is only this
-    word has priority. Hidden files, meta.json and files of unknown formats are ignored. A single
-    file is the test split.
+    word has priority. Hidden files, meta.json and files of unknown formats are ignored. If `path`
+    is a file, it is the test split.
 
     Raises:
         InputError: The path is unreadable, a file is of an unknown format, no file is of a split,

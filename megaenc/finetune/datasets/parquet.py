@@ -16,10 +16,10 @@ _ROWS_PER_BATCH = 1000
 
 
 def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`path:row N`, fields) of each row of a Parquet file, N from 1.
+    """Yield (`path:row N`, fields by column) of each row of a Parquet file, N from 1.
 
     Raises:
-        InputError: The file cannot be read, or has a column twice.
+        InputError: The file cannot be read, or has a column twice. It is raised during iteration.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -42,9 +42,10 @@ def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_parquet_label_names(path: Path, column: str) -> list[str] | None:
-    """Return the class names of a column of labels or tags in a Parquet file's schema.
+    """Return the class names, in the order of their indices, of a Parquet column.
 
-    `datasets` writes them there. None if there are none, or if the schema is unreadable.
+    `datasets` writes those of labels or tags into the file's schema. The result is None if there
+    are none, or if the schema is unreadable.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -22,18 +22,16 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 def find_dataset(name_or_path: str, **options: Any) -> Dataset:
     """Return the Dataset of a known name, a local path or a repository of the Hub.
 
-    Accepts a name of DATASETS (`sst2`, or `sst2@REVISION` for a commit, branch or tag of the Hub),
-    a path to local data, named after its directory or file, a repository ORG/NAME, ORG/NAME:CONFIG
-    or hf:NAME, each with @REVISION, and `NAME=` before a path or repository. With a study's name
-    before it, pairs use the study's template. A repository is downloaded and a missing demo set is
-    written now; the study's data sets are downloaded by `load_split`.
-
     Args:
+        name_or_path: A name of DATASETS (`sst2`, or `sst2@REVISION` of the Hub); a path to local
+            data, named after its directory or file; a repository ORG/NAME, ORG/NAME:CONFIG or
+            hf:NAME, each with @REVISION or not. `NAME=` before a path or repository gives a name.
+            If that is a name of the study, pairs use the study's template.
         options: Fields of DatasetConfig.
 
     Raises:
-        InputError: The name is unknown (the message has the closest one), the data is unreadable or
-            of another task, or `train_on` is no retrieval data.
+        InputError: The name is unknown, the data is unreadable or of another task, or `train_on` is
+            no retrieval data.
     """
     flags = DatasetConfig(**options)
     flags.check()
@@ -80,11 +78,10 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
 
 
 def parse_dataset_name(name_or_path: str) -> tuple[str, Path | None]:
-    """Return the name in results and the path of a data set, neither of them checked.
+    """Return (name in results, path) of a data set, neither of them checked.
 
-    The path of a known `NAME` or `NAME@REVISION` is None. The path of `PATH` or `NAME=PATH` need
-    not exist. A missing one is named like a directory, or like the repository of the Hub that it
-    stands for.
+    The path is None for `NAME` or `NAME@REVISION` of DATASETS. The path of `PATH` or `NAME=PATH`
+    need not exist; a repository of the Hub gives the path of the same text.
     """
     base = name_or_path.partition("@")[0]
     if name_or_path in DATASETS or base in hub.HUB_DATASETS:

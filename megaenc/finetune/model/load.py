@@ -43,7 +43,7 @@ def load_backbone(
     It is in eval mode. The test checks that each state depends on exactly the visible tokens of its
     text, and that packed states equal padded ones; if packing fails, texts are padded, and a line
     is printed. Rounded parameters keep their float32 value as the attribute `unrounded`, for an
-    optimizer's master weights.
+    optimizer's master weights. Code in the directory is never executed.
 
     Args:
         attention: Direction of attention; None: the model's own.
