@@ -41,7 +41,11 @@ from megaenc.processes import exit_on_sigterm
 
 @dataclass(frozen=True)
 class GridConfig:
-    """Options of `megaenc finetune grid`: models, data sets, rates, seeds, execution."""
+    """Options of `megaenc finetune grid`: models, data sets, rates, seeds, execution.
+
+    Each field is a flag; `model` and `datasets` must be given. `seeds` is a number of seeds: 5
+    stands for 0 to 4.
+    """
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
@@ -79,6 +83,11 @@ class GridPlan(NamedTuple):
 
 def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
     """Return the jobs of a grid, and which of them remain by their results so far.
+
+    Model weights are read to fingerprint them, unless a cache has their fingerprints.
+
+    Args:
+        find_dataset: Function like `registry.find_dataset`.
 
     Raises:
         InputError: A flag, model or data set is wrong.
@@ -176,6 +185,7 @@ def print_grid_result(
     The exit code is 2 if none failed before and all had wrong input, else 1.
 
     Args:
+        output: Directory of results, for the printed command.
         failed: Jobs that ended without results now.
         failed_before: Jobs that were not repeated, with their failed.json.
         seconds: Duration of the grid.
@@ -205,7 +215,13 @@ def print_grid_result(
 
 @handle_command_errors
 def grid_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc finetune grid`: do the missing trainings, locally or on Slurm."""
+    """Run `megaenc finetune grid`: do the missing trainings, locally or on Slurm.
+
+    Wrong input exits with 2; see `run_grid` for other exit codes.
+
+    Args:
+        argv: The flags; None: those of this process.
+    """
     silence_libraries()
     settings = flags.parse_with_config(
         GridConfig, argv, prog="megaenc finetune grid", description=__doc__
@@ -220,10 +236,11 @@ def run_grid(
 ) -> None:
     """Run a grid's unfinished jobs on this machine, or submit them to Slurm.
 
-    On this machine, the exit code is 1 if a job has no result, 2 if each of these had wrong input
-    in this call.
+    On this machine it exits if a job has no result: with 2 if each of these had wrong input in this
+    call, else with 1.
 
     Args:
+        find_dataset: Function like `registry.find_dataset`.
         run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
 
     Raises:

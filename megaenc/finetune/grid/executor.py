@@ -24,7 +24,10 @@ _POLL_SECONDS = 0.5  # longest wait between checks of running and waiting jobs
 
 @dataclass(frozen=True)
 class LocalExecution:
-    """Options of a grid on this machine: concurrent runs, hang timeout and retries."""
+    """Options of a grid on this machine: concurrent runs, hang timeout and retries.
+
+    Each field is a flag.
+    """
 
     jobs: NonNegativeInt = 0
     """maximum number of concurrent runs; 0: --jobs-per-gpu on each GPU or, without GPUs, one run
@@ -39,7 +42,10 @@ class LocalExecution:
 
 
 class FailedJob(NamedTuple):
-    """Job that ended without results, and the reason as text."""
+    """Job that ended without results, and the reason as text.
+
+    `is_input_error` is True if the reason is wrong input, so that a retry is useless.
+    """
 
     job: FinetuneJob
     reason: str
@@ -55,12 +61,13 @@ def execute_jobs(
 ) -> list[FailedJob]:
     """Run `jobs` in child processes; retry a crashed one once, after the others.
 
-    A job locked by another process is waited for. All processes are killed at the end; finished
-    results stay. Each message of the runs is printed once, unless it is in `printed_messages`.
+    A job locked by another process is waited for. Progress and each different message of the runs
+    are printed. All processes are killed at the end; finished results stay.
 
     Args:
         run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
         local: Options; its `jobs` and the threads of the first job give the concurrent runs.
+        printed_messages: Messages that are not printed again.
 
     Returns:
         A FailedJob for each job without results, in the order of `jobs`.

@@ -36,14 +36,13 @@ def build_jobs(
 ) -> list[FinetuneJob]:
     """Return one FinetuneJob per model, training set, seed and learning rate.
 
-    Data sets with the same training pairs share jobs. Jobs are ordered by training set, model, seed
-    and learning rate, so that the cells of a summary fill one by one.
+    Retrieval sets with the same training pairs share jobs. Jobs are ordered by training set, model,
+    seed and learning rate.
 
     Args:
-        models: Arguments of `parse_model`.
-        datasets: Arguments of `find_dataset`.
-        seeds: Seeds, iterated several times, so that they cannot be a generator.
-        output: Root directory of the results.
+        models, datasets: Arguments of `parse_model` and of `find_dataset`.
+        rates, seeds: Peak learning rates, and seeds, which are iterated several times.
+        output: Root directory of the results, whose cache of fingerprints is read.
 
     Raises:
         InputError: A model or data set is unusable, a name or rate occurs twice, or head or pooling
@@ -150,12 +149,12 @@ def parse_model(name_or_path: str) -> NamedSource:
 def select_remaining_work(
     job: FinetuneJob, *, retry_failed: bool
 ) -> tuple[FinetuneJob | None, Path | None]:
-    """Return `job` with the data sets that lack results, or its failed.json.
+    """Return `job` with only the data sets that lack results, or its failed.json.
 
     A failed training has failed for all its data sets and is selected only if `retry_failed`.
 
     Returns:
-        (job, None), (None, failed.json) of a failed job, or (None, None) of a finished one.
+        (job, None), (None, path of failed.json) of a failed job, or (None, None) of a finished one.
 
     Raises:
         InputError: Results are of another protocol, model, tokenizer or data, or malformed.
@@ -171,7 +170,7 @@ def select_remaining_work(
 
 
 def is_run_locked(job: FinetuneJob) -> bool:
-    """Return whether another process runs the job's training and so holds its lock.
+    """Return whether a process runs the job's training and so holds its lock.
 
     The lock is taken for a moment to find out.
     """
@@ -182,8 +181,8 @@ def is_run_locked(job: FinetuneJob) -> bool:
 def try_lock_run(job: FinetuneJob) -> AbstractContextManager[bool]:
     """Return a context manager that tries to lock the job's training without waiting.
 
-    The context yields whether the lock was acquired. On a file system without locks the work may be
-    done twice, with equal results, written atomically.
+    It yields whether the lock was acquired, and releases the lock after the block. On a file system
+    without locks the work may be done twice, with equal results, written atomically.
     """
     name = f"{job.family}_{job.train_on}_lr{format_learning_rate(job.learning_rate)}_sd{job.seed}"
     return try_lock(Path(job.output, job.model.name, ".locks", name))

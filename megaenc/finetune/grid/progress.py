@@ -29,7 +29,7 @@ def estimate_completion(progress: RunProgress) -> float:
 
 
 class GridProgress(ProgressLine):
-    """Progress display of a grid of `runs` runs, with rows for it and running jobs.
+    """Context manager that displays a grid of `runs` runs: a row for it and each job.
 
     Plain lines are printed if stdout is not a terminal.
     """
@@ -41,7 +41,10 @@ class GridProgress(ProgressLine):
     def show(self, running: Mapping[FinetuneJob, RunProgress], finished: int, failed: int) -> None:
         """Display the counts of jobs, the time left, and the progress of running jobs.
 
-        `finished` does not include `failed`.
+        Args:
+            running: Latest progress of each running job.
+            finished: Number of jobs with results.
+            failed: Number of other jobs that have ended.
         """
         now = time.monotonic()
         stages = {(job, progress.stage) for job, progress in running.items()}

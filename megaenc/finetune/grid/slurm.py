@@ -17,7 +17,10 @@ from megaenc.slurm import ClusterConfig, submit_tasks
 
 @dataclass(frozen=True)
 class SlurmConfig(ClusterConfig):
-    """Options of the submission of a grid to Slurm as one job array."""
+    """Options of the submission of a grid to Slurm as one job array.
+
+    Each field is a flag, also those of ClusterConfig.
+    """
 
     jobs_per_task: PositiveInt = 30
     """runs of a task; --jobs and --jobs-per-gpu limit how many are concurrent"""
@@ -55,10 +58,12 @@ def submit_jobs(
     local: LocalExecution,
     output: str,
 ) -> list[Any]:
-    """Submit `jobs` to Slurm as one array, and print its ids.
+    """Submit `jobs` to Slurm as one array, without waiting, and print its ids.
 
     Args:
         run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
+        settings: Options of Slurm; `jobs_per_task` jobs share a task.
+        local: Options of each task on its machine.
         output: Directory of results, whose directory .slurm gets the logs.
 
     Returns:

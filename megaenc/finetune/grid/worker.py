@@ -65,9 +65,13 @@ class JobOutcome:
 
 
 def start_fork_server(run_function: str) -> ForkServerContext:
-    """Start the fork server unless it runs; return the context that forks from it.
+    """Start the fork server unless it runs; return the context of its processes.
 
-    The server imports the module of `run_function`, which is module:name.
+    The server imports the module of `run_function` once, and processes are forked from it in
+    milliseconds.
+
+    Args:
+        run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -79,15 +83,15 @@ def start_fork_server(run_function: str) -> ForkServerContext:
 
 
 def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
-    """Return a slot per concurrent run: the variables that select its GPU.
+    """Return a slot per concurrent run: the environment variables that select its GPU.
+
+    Slots are dicts, empty without GPUs. The first ones are on different GPUs.
 
     Args:
         jobs: Maximum number of slots. 0: `jobs_per_gpu` on each GPU, without GPUs one for every
             `threads` cores, at least one.
-        jobs_per_gpu: Slots on each GPU; the first ones are on different GPUs.
-
-    Returns:
-        A dict of environment variables for each slot, empty without GPUs.
+        jobs_per_gpu: Slots on each GPU.
+        threads: CPU threads of a run.
     """
     if device_count := len(accelerator_names()):
         variable, names = select_visible_devices(device_count)
@@ -96,7 +100,17 @@ def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, st
 
 
 class ForkedRun(ChildProcess):
-    """Child process, forked from the fork server, that attempts a job."""
+    """Child process, forked from the fork server, that attempts a job.
+
+    The constructor starts it. Call `poll` until it returns an outcome; `progress` is the latest
+    one.
+
+    Args:
+        context: Result of `start_fork_server`.
+        run_function: Function that runs the job, as module:name (see RUN_FUNCTION).
+        environment: Variables added to those of the process (see `build_slots`).
+        retry_failed: Repeat a job with a failed.json.
+    """
 
     def __init__(
         self,
@@ -107,12 +121,7 @@ class ForkedRun(ChildProcess):
         *,
         retry_failed: bool,
     ) -> None:
-        """Start the process with `environment` added to its own.
-
-        Args:
-            context: Result of `start_fork_server`.
-            run_function: Function that runs the job, as module:name (see RUN_FUNCTION).
-            retry_failed: Repeat a job with a failed.json.
+        """Start the process.
 
         Raises:
             InputError: The fork server was killed.
@@ -162,7 +171,8 @@ class ForkedRun(ChildProcess):
     def poll(self, patience: float) -> JobOutcome | None:
         """Return the outcome of the process, or None while it runs.
 
-        Pending messages are received, which updates `progress` and the lines of `take_messages`.
+        Pending messages are received, which updates `progress` and the lines of `take_messages`. A
+        process that hangs is killed, and has crashed.
 
         Args:
             patience: Seconds without a message after which the process is killed; 0: never.
@@ -314,7 +324,7 @@ def _throttle_progress(connection: Connection) -> Callable[[RunProgress], None]:
 
 
 def wait_for_messages(workers: Sequence[ForkedRun], seconds: float) -> None:
-    """Wait up to `seconds` until one of `workers` has sent a message or ended.
+    """Wait until one of `workers` has sent a message or ended, at most `seconds`.
 
     Without workers, sleep for `seconds`.
     """

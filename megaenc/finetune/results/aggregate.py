@@ -27,9 +27,10 @@ STUDY_DATASETS = {
 
 
 def read_metric(run: Result, metric: str) -> float | None:
-    """Return a test metric of a finished run, or None if the run lacks it.
+    """Return a test metric of a finished run, as a fraction, or None if it lacks it.
 
     Args:
+        run: Run that has not failed.
         metric: Name of a metric, or PAPER_SCORE.
     """
     return run.test.score if metric == PAPER_SCORE else run.test.metrics.get(metric)
@@ -37,17 +38,20 @@ def read_metric(run: Result, metric: str) -> float | None:
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of scores and half the width of its 95 % interval, NaN for a single score."""
+    """Mean of scores and half the width of its 95 % interval.
+
+    Both are in the unit of the scores; `half` is NaN for a single score.
+    """
 
     mean: float
     half: float
 
 
 def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> Interval:
-    """Return the mean of `scores` and half the width of its 95 % interval.
+    """Return the mean of `scores`, at least one, and half its 95 % interval's width.
 
-    Half the width is q standard errors, NaN for one score; q is 1.96 ("normal", as in the study) or
-    the 97.5 % quantile of Student's t with n - 1 degrees of freedom ("t"). There must be a score.
+    Half the width is q standard errors, NaN for one score. q is 1.96 if `kind` is "normal", as in
+    the study, or the 97.5 % quantile of Student's t with n - 1 degrees of freedom if it is "t".
     """
     mean = math.fsum(scores) / len(scores)
     count = len(scores)
@@ -71,7 +75,11 @@ class GridSpec:
 
 @dataclass(frozen=True)
 class IncompleteRate:
-    """Learning rate that cannot be chosen, as results of some seeds are missing."""
+    """Learning rate that cannot be chosen, as results of some seeds are missing.
+
+    `validation_lead` is its mean validation score minus that of the chosen rate over the seeds of
+    both, as a fraction; None without a common seed or a chosen rate.
+    """
 
     rate: float
     missing_seeds: tuple[int, ...]
@@ -84,7 +92,9 @@ class IncompleteRate:
 class ScoreCell:
     """Runs of one model on one data set after one training set.
 
-    The runs, finished and failed, are of all learning rates and seeds of the grid.
+    `group_cells` builds it. `runs` are finished and failed ones of all learning rates and seeds;
+    `rates` are all learning rates of the grid, with or without runs, and `seeds` those that a rate
+    needs to be chosen.
     """
 
     model: str
@@ -108,20 +118,20 @@ class ScoreCell:
     def complete_rates(self) -> tuple[float, ...]:
         """Return the learning rates that have a finished run for every seed.
 
-        The order is that of the grid.
+        They are in the order of the grid.
         """
         return tuple(rate for rate in self.rates if len(self.runs_at_rate(rate)) == len(self.seeds))
 
     @property
     def planned_run_count(self) -> int:
-        """Return the number of runs that the grid plans for the cell."""
+        """Return the number of runs that the grid plans for the cell: rates times seeds."""
         return len(self.rates) * len(self.seeds)
 
     @property
     def chosen_rate(self) -> float | None:
-        """Return the complete rate with the best mean validation score.
+        """Return the complete rate with the best mean validation score over the seeds.
 
-        The lower of equal rates is chosen. Without a complete rate the result is None.
+        Of equal ones it is the lowest rate. Without a complete rate the result is None.
         """
         means = {
             rate: compute_interval([run.validation.score for run in self.runs_at_rate(rate)]).mean
@@ -144,8 +154,8 @@ class ScoreCell:
     def find_incomplete_rates(self) -> tuple[IncompleteRate, ...]:
         """Return the learning rates of the grid that lack a run of some seed.
 
-        A failed run counts too, so that its rate may be neither incomplete nor among
-        `complete_rates`. The rates are in the order of the grid.
+        They are in the order of the grid. A failed run is not missing, so a rate with one may be
+        neither here nor in `complete_rates`.
         """
         chosen = {run.seed: run.validation.score for run in self.runs_at_rate(self.chosen_rate)}
         incomplete = []
@@ -166,8 +176,11 @@ class ScoreCell:
 def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list[ScoreCell]:
     """Return a ScoreCell per model, family, data set and training set.
 
-    The order is that of first appearance. Results outside `grid` are dropped. By default the grid
-    of a data set is all rates and seeds of any model on it, ascending.
+    They are in the order of first appearance in `results`.
+
+    Args:
+        grid: Rates and seeds to use; results outside it are dropped. None: for each data set, all
+            rates and seeds of any model on it, ascending.
     """
     runs_by_cell: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     rates_and_seeds: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(
@@ -190,10 +203,13 @@ def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list
 
 
 def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
-    """Return the groups of two or more cells of a model and task family to average.
+    """Return the groups of two or more cells to average, of one model and family.
 
     A group is the family's three data sets in the study (STUDY_DATASETS), or all if one of these is
     missing. There is one group, or one for each training set if `has_repeated_datasets`.
+
+    Args:
+        members: All cells of the model and family.
     """
     groups: dict[str, list[ScoreCell]] = defaultdict(list)
     is_repeated = has_repeated_datasets(members)
@@ -219,11 +235,13 @@ def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
 def average_by_seed(
     members: Sequence[ScoreCell], metric: str = PAPER_SCORE
 ) -> dict[int, float] | None:
-    """Return by seed the cells' mean of a test metric, each at its chosen rate.
+    """Return the mean over cells of a test metric, each at its chosen rate, by seed.
 
-    Returns:
-        The means, as fractions, or None if the seeds of the cells differ, if a number is missing,
-        or without cells.
+    It is a fraction. The result is None if the seeds of the cells differ, if a number is missing,
+    or without cells.
+
+    Args:
+        metric: Name of a metric, or PAPER_SCORE.
     """
     by_set = [cell.scores_by_rate(metric).get(cell.chosen_rate) for cell in members]
     if not by_set or None in by_set or len({frozenset(seed_scores) for seed_scores in by_set}) != 1:
@@ -236,9 +254,9 @@ def average_by_seed(
 
 @dataclass(frozen=True)
 class RateSensitivity:
-    """Mean score over the seeds at each learning rate that has all of them, by rate.
+    """Mean score over the seeds at each learning rate that has all of them.
 
-    Scores are fractions; there is at least one rate.
+    `means` has the scores, as fractions, by rate, at least one.
     """
 
     means: dict[float, float]
@@ -247,14 +265,14 @@ class RateSensitivity:
     def spread(self) -> float:
         """Return the highest mean score over the learning rates minus the lowest.
 
-        It is a fraction, as the scores are.
+        It is a fraction.
         """
         return max(self.means.values()) - min(self.means.values())
 
     def count_near_best(self, within: float = 0.01) -> int:
         """Return the number of rates whose mean score is at most `within` below the best.
 
-        The default 0.01 is one point.
+        The best rate counts. `within` is a fraction: 0.01 is one point of a score in percent.
         """
         return sum(
             max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values()
@@ -264,9 +282,13 @@ class RateSensitivity:
 def compute_sensitivity(
     scores: Mapping[float, Mapping[int, float]], seeds: Collection[int]
 ) -> RateSensitivity | None:
-    """Return the RateSensitivity of `scores`, by rate and seed.
+    """Return the RateSensitivity of scores by learning rate, then seed.
 
-    Only rates that have all `seeds` count. Without one the result is None.
+    Only rates that have all `seeds` count, and only these seeds. Without such a rate the result is
+    None.
+
+    Args:
+        scores: Scores as fractions, as `ScoreCell.scores_by_rate` returns them.
     """
     complete = {
         rate: of_seeds for rate, of_seeds in scores.items() if of_seeds.keys() >= set(seeds)

@@ -120,7 +120,12 @@ _FAILURE_FILE = TypeAdapter(_FailureFile)
 
 @dataclass(frozen=True)
 class SplitScores:
-    """Scores of a run on one split, as fractions (see METRIC_BOUNDS), not percent."""
+    """Scores of a run on one split, as fractions (see METRIC_BOUNDS), not percent.
+
+    `score` is the study's, `metrics` the standard ones by name, and `baseline` both ("score" and
+    the metrics) of a trivial predictor on the same examples. `collapsed` is the reason if the
+    predictions are worthless, such as "constant prediction positive", else None.
+    """
 
     score: float
     """The study's score."""
@@ -137,8 +142,9 @@ class SplitScores:
 class Result:
     """One run of a results tree, with its scores or the reason of its failure.
 
-    `validation` and `test` are None if the run failed, `failure` is None if it did not. `family` is
-    the name of a task family.
+    `read_result` reads it from the directory `path`. `validation` and `test` are None if the run
+    failed, `failure` is None if it did not. `family` is the name of a task family, `train_on` the
+    training set. `evaluations` has (step, score as a fraction) of the validations during training.
     """
 
     model: str
@@ -162,7 +168,7 @@ class Result:
     def has_common_examples(self) -> bool:
         """Return whether the test examples are those of every other run on the data set.
 
-        Published results on NQ have other examples.
+        Only the study's published results on NQ have other examples.
         """
         return not (self.scores_only and self.dataset in _UNSEEDED_TEST_SETS)
 
@@ -170,8 +176,7 @@ class Result:
 def job_directory(job: FinetuneJob, dataset: str) -> Path:
     """Return the directory of the results of `job` on the data set named `dataset`.
 
-    Returns:
-        OUTPUT/MODEL/FAMILY/DATASET/RUN, with RUN as in `run_directory`.
+    It is OUTPUT/MODEL/FAMILY/DATASET/RUN, with RUN as in `run_directory`, and need not exist.
     """
     return run_directory(
         Path(job.output, job.model.name),
@@ -186,12 +191,13 @@ def job_directory(job: FinetuneJob, dataset: str) -> Path:
 def run_directory(
     tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int
 ) -> Path:
-    """Return a run's directory `tree`/FAMILY/DATASET/lr2e-05_sd0.
+    """Return a run's directory `tree`/FAMILY/DATASET/lr2e-05_sd0; it need not exist.
 
     The last part is TRAINSET_lr2e-05_sd0 for IR; other families do not use `train_on`.
 
     Args:
         tree: Directory of the model's results.
+        train_on: Name of the training set.
         rate: Peak learning rate.
     """
     run = f"lr{format_learning_rate(rate)}_sd{seed}"
@@ -200,9 +206,11 @@ def run_directory(
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """Result of a run on one data set, as it is written.
+    """Result of a run on one data set, as `write_result` writes it.
 
-    `steps` is the number of training steps to the end, or to the data set's early stop.
+    `scores` are by split, `seconds` by stage, `steps` the number of training steps to the end or to
+    the data set's early stop. `trained` is the SHA-256 (hex) of the weights that were evaluated,
+    `protocol` the job's with automatic values resolved.
     """
 
     dataset: str
@@ -221,7 +229,13 @@ class DatasetResult:
 
 
 def write_result(job: FinetuneJob, result: DatasetResult) -> None:
-    """Write results.json and timing.json of `job` on a data set; drop failed.json."""
+    """Write results.json and timing.json of `job` on a data set; drop failed.json.
+
+    Directories are created, and each file is written atomically, results.json last.
+
+    Raises:
+        InputError: The directory cannot be created or written to.
+    """
     place = job_directory(job, result.dataset)
     _write_json(place / TIMING, {name: round(value, 3) for name, value in result.seconds.items()})
     values = _build_identity(job, result.dataset, result.protocol) | {
@@ -242,7 +256,12 @@ def write_failure(job: FinetuneJob, reason: str, *, step: int, protocol: Finetun
     """Write failed.json for each evaluation data set of `job`.
 
     Args:
+        reason: Text on the failure, in one line.
         step: Training step, from 1, in or after which the run failed.
+        protocol: The job's, with automatic values resolved.
+
+    Raises:
+        InputError: A directory cannot be created or written to.
     """
     for dataset in job.evaluate_on:
         values = _build_identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
@@ -345,11 +364,12 @@ def find_protocol_difference(
 ) -> str | None:
     """Return the first protocol or fingerprint value that differs in a result file.
 
-    Only the start of the file is read.
+    It is text such as "batch_size is 16 there, 32 here"; None if nothing differs, or if the file is
+    unreadable or lacks the values. Only the start of the file is read.
 
-    Returns:
-        Text on the difference, such as "batch_size is 16 there, 32 here"; None if there is none, or
-        if the file is unreadable or lacks the values.
+    Args:
+        file: results.json or failed.json.
+        fingerprints: Fingerprints by role, as `Fingerprints.for_dataset` returns them.
     """
     try:
         with open(file, "rb") as stream:
@@ -444,10 +464,10 @@ def _iterate_run_directories(path: Path, levels: int = 4) -> Iterator[Path]:
 
 
 def read_result(path: Path) -> Result | None:
-    """Return the Result in the run directory `path`.
+    """Return the Result in the run directory `path`, MODEL/FAMILY/DATASET/RUN.
 
-    Returns:
-        The Result, or None if the directory is no run's or has no result file.
+    It is None if the directory's name is no run's, or if it has neither results.json nor
+    failed.json.
 
     Raises:
         InputError: A result file is malformed.
@@ -492,8 +512,7 @@ def read_result(path: Path) -> Result | None:
 def read_fields(path: Path) -> dict[str, Any] | None:
     """Return the JSON object of a result file, without scores of single examples.
 
-    Returns:
-        The object, its lists of scores replaced as by `drop_score_lists`, or None without a file.
+    Lists of these scores are replaced as by `drop_score_lists`. The result is None without a file.
 
     Raises:
         InputError: The file is malformed.
@@ -527,10 +546,10 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def drop_score_lists(content: bytes) -> bytes:
-    """Return JSON text without scores of single examples, which is faster to parse.
+    """Return the JSON text of a result file without scores of single examples.
 
-    Values of scores_i and metrics_i become null, or "equal" for a list of at least two equal
-    numbers, which may be a collapse.
+    It is faster to parse. Values of scores_i and metrics_i become null, or "equal" for a list of at
+    least two equal numbers, which may be a collapse.
     """
 
     def short(match: re.Match[bytes]) -> bytes:
@@ -550,12 +569,12 @@ def _all_equal(numbers: bytes) -> bool:
 def read_example_scores(path: Path, metric: str | None) -> list[float]:
     """Return the test score of each example by `metric`, in the order of the split.
 
+    The list is empty if the file has no such scores, or if their mean is not the split's, as for
+    span F1.
+
     Args:
         path: results.json of a run.
-        metric: Name of a metric; None: the study's.
-
-    Returns:
-        The scores, or [] if the file has none, or if their mean is not the split's, as for span F1.
+        metric: Name of a metric; None: the study's score.
 
     Raises:
         InputError: The file is missing, unreadable or malformed, or lacks the metric.

@@ -29,7 +29,10 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class GridSummaryConfig:
-    """Options of `megaenc finetune summary`: results, metrics, intervals and output."""
+    """Options of `megaenc finetune summary`: results, metrics, intervals and output.
+
+    Each field is a flag, except `results`, the command's argument.
+    """
 
     results: Annotated[str, Positional, arg(metavar="RESULTS")]
     """directory of results (--output of a grid), or the study's published results"""
@@ -48,6 +51,8 @@ class SummaryRow:
     """Row of the score table, in percent: a model's metric on a data set or average.
 
     `dataset` is `average of N` in averages, `metric` is PAPER_METRIC for the study's own score.
+    `mean` is over `seeds` seeds, None if the grid is not finished; `half` is half the width of its
+    interval. `runs` is text such as `30/30`. `baseline` is the metric of a trivial predictor.
     """
 
     model: str
@@ -97,7 +102,10 @@ class RateRow:
 
 @dataclass(frozen=True)
 class GridSummary:
-    """Summary of a results tree: rows of its tables, and collapsed and failed runs."""
+    """Summary of a results tree: rows of its tables, and collapsed and failed runs.
+
+    `build_summary` builds it.
+    """
 
     rows: list[SummaryRow]
     rates: list[RateRow]
@@ -107,9 +115,9 @@ class GridSummary:
     """(model, family) pairs with a data set evaluated after several trainings."""
 
     def format_dataset(self, row: SummaryRow | RateRow | Result) -> str:
-        """Return the row's data set, as `DATASET after TRAINSET` if it is ambiguous.
+        """Return the row's data set, or `DATASET after TRAINSET` if it is ambiguous.
 
-        A name is ambiguous if a set was evaluated after several trainings.
+        It is ambiguous if the row's model has results on a data set after several training sets.
         """
         is_repeated = (row.model, row.family) in self.repeated_families
         return (
@@ -125,12 +133,13 @@ class GridSummary:
 def build_summary(
     results: Sequence[Result], metrics: str = "both", kind: IntervalKind = "normal"
 ) -> GridSummary:
-    """Return the GridSummary of `results`, by family, model and data set.
+    """Return the GridSummary of `results`, sorted by family, model and data set.
 
     Averages follow the data sets of their family and model.
 
     Args:
-        metrics: "paper", "standard" or "both".
+        results: Finished and failed runs, such as those of `read_result_tree`.
+        metrics: "paper" (the study's score), "standard" or "both".
         kind: Kind of the intervals (see `compute_interval`).
     """
     order = list(TaskFamily)
@@ -236,10 +245,9 @@ def _build_rate_row(cell: ScoreCell) -> RateRow | None:
 
 
 def format_interval(mean: float | None, half: float | None = None) -> str:
-    """Return mean and half width as `91.65 (0.45)`.
+    """Return mean and half width as text with two digits, such as `91.65 (0.45)`.
 
-    Returns:
-        Only the mean if `half` is None, and `-` if `mean` is None.
+    It is only the mean if `half` is None, and `-` if `mean` is None.
     """
     if mean is None:
         return "-"
@@ -247,10 +255,10 @@ def format_interval(mean: float | None, half: float | None = None) -> str:
 
 
 def build_tables(summary: GridSummary) -> list[Any]:
-    """Return rich's tables for the terminal: scores, and mean scores by learning rate.
+    """Return `rich.table.Table`s of scores, and of mean scores by learning rate.
 
-    There is one table of scores per task family; the other comes last, and is left out for a single
-    rate.
+    There is one table of scores per task family; the other comes last, and is left out if no row
+    has several rates.
     """
     rendered_tables = []
     for family in dict.fromkeys(row.family for row in summary.rows):
@@ -336,10 +344,10 @@ def format_notes(summary: GridSummary) -> list[str]:
 
 
 def format_summary(summary: GridSummary, suffix: str) -> str:
-    """Return the text of a file of the summary.
+    """Return the summary as the text of a file.
 
     Args:
-        suffix: Format: JSON (.json), CSV of the scores (.csv), or Markdown tables (any other).
+        suffix: Format: ".json", ".csv" (only the scores), or Markdown tables for any other.
     """
     if suffix == ".json":
         values: dict[str, list] = {
@@ -411,7 +419,10 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
 def summary_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune summary`: print the tables of a results directory.
 
-    A file of --output gets all numbers too.
+    A file of --output gets all numbers too. Wrong input exits with 2.
+
+    Args:
+        argv: The flags; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse(
