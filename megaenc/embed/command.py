@@ -38,7 +38,10 @@ _Table = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], list[tupl
 
 @dataclass(frozen=True)
 class EmbedEvalConfig:
-    """Options of `megaenc embed eval`: models, data, embedding, baseline and output."""
+    """Options of `megaenc embed eval`: models, data, embedding, baseline and output.
+
+    Each field is a flag; `data` or `tasks` must be given, and `model` unless BM25 has data to rank.
+    """
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
@@ -64,7 +67,13 @@ class EmbedEvalConfig:
 
 @handle_command_errors
 def eval_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed eval`: score models on data sets, print and write the table."""
+    """Run `megaenc embed eval`: score models on data sets, print and write the table.
+
+    Wrong input exits with 2.
+
+    Args:
+        argv: The flags; None: those of this process.
+    """
     silence_libraries()
     settings = flags.parse_with_config(
         EmbedEvalConfig, argv, prog="megaenc embed eval", description=__doc__
@@ -298,9 +307,12 @@ def _iterate_tables(rows: Sequence[EvaluationRow]) -> Iterator[_Table]:
 
 
 def build_tables(rows: Sequence[EvaluationRow]) -> list[Any]:
-    """Return rich's tables for the terminal: a line for each model on each data set.
+    """Return `rich.table.Table`s: a line for each model on each data set.
 
     Retrieval has a table, and all other tasks have one; a table without rows is left out.
+
+    Args:
+        rows: Rows with those of a data set next to each other.
     """
     rich_tables = []
     for title, names, scores, counts, lines in _iterate_tables(rows):
@@ -321,13 +333,13 @@ def format_results(
     suffix: str,
     origin: dict[str, Any],
 ) -> str:
-    """Return the text of a file of the results: JSON, CSV or Markdown tables.
+    """Return the results as the text of a file: JSON, CSV or Markdown tables.
 
     Args:
         rows: Rows of results, at least one.
-        configs: Config of each model, for JSON.
-        suffix: .json or .csv; Markdown for any other.
-        origin: See `format_evaluation`; for JSON.
+        configs: Config by name of the model; only in JSON.
+        suffix: ".json" or ".csv"; Markdown for any other.
+        origin: See `format_evaluation`; only in JSON.
     """
     if suffix == ".json":
         return format_evaluation(rows, configs, origin)

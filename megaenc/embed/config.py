@@ -23,7 +23,10 @@ TRAINING_LOG = "training.jsonl"
 
 @dataclass(frozen=True)
 class EmbeddingFlags:
-    """Flags for embedding texts: prefixes, length, attention, precision, batch size."""
+    """Flags for embedding texts: prefixes, length, attention, precision, batch size.
+
+    None as a prefix, 0 and empty texts stand for the model's own values (see `override_config`).
+    """
 
     query_prefix: str | None = None
     """text before each query of retrieval; by default that of a sentence-transformers directory,
@@ -56,7 +59,11 @@ RULES = tuple(field.name for field in fields(EmbeddingFlags) if field.name != "b
 
 @dataclass(frozen=True)
 class ContrastiveConfig:
-    """Hyperparameters of contrastive training: batch, steps, AdamW, loss, text length."""
+    """Hyperparameters of contrastive training: batch, steps, AdamW, loss, text length.
+
+    Each field is a flag. None as a prefix, 0 as `max_length` and empty texts stand for values of
+    the model or machine.
+    """
 
     batch_size: Annotated[int, Bounds(low=2)] = 256
     """pairs of a step, over all processes; the other documents of the batch are the negatives"""

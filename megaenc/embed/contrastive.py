@@ -20,7 +20,13 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class ContrastiveData:
-    """Training pairs as indices of their distinct texts, tokenized once each."""
+    """Training pairs as indices of their distinct texts, tokenized once each.
+
+    `build` builds it, the same on every rank. `texts` have their prefixes, `rows` their token ids,
+    int32[tokens] each, and `lengths` the numbers of tokens, int64[texts]. `queries` and
+    `documents`, int64[pairs], and `negatives`, tuples, are indices of each pair's texts.
+    `positives` has the texts that are no negatives of a query, by the query's index.
+    """
 
     texts: list[str]
     """Distinct texts, each with its prefix."""
@@ -50,9 +56,9 @@ class ContrastiveData:
         """Return the data of `pairs`, with each distinct text tokenized once.
 
         Args:
-            tokenize: Returns the token ids of texts, as `Embedder.tokenize` does.
+            tokenize: Function from texts to the token ids of each, as `Embedder.tokenize`.
             prefixes: Texts before queries and before documents.
-            negatives: Maximum number of hard negatives of a pair that are used.
+            negatives: Maximum number of hard negatives of a pair that are used, the first ones.
 
         Raises:
             InputError: A text has no tokens.
@@ -88,7 +94,7 @@ class ContrastiveData:
         return cls(texts, rows, lengths, np.array(queries), np.array(documents), used, by_query)
 
     def build_batch(self, pairs: np.ndarray) -> "ContrastiveBatch":
-        """Return the batch of the pairs with indices `pairs`, int64[batch]."""
+        """Return the batch of the pairs with the indices `pairs`, int64[batch]."""
         candidates = [
             *self.documents[pairs].tolist(),
             *(text for pair in pairs for text in self.negatives[pair]),
@@ -114,7 +120,13 @@ class ContrastiveData:
 
 @dataclass(frozen=True)
 class ContrastiveBatch:
-    """Batch of pairs: its distinct texts, and the queries and candidates among them."""
+    """Batch of pairs: its distinct texts, and the queries and candidates among them.
+
+    `texts`, int64[T], are indices in ContrastiveData. `queries`, int64[B], and `documents`,
+    int64[C], are indices in `texts`; the C candidates are the documents of the B queries in order,
+    then all hard negatives. The scores at (`masked_rows`, `masked_columns`), other copies of a
+    document that answers the query, or of the query, are left out of the loss.
+    """
 
     texts: np.ndarray
     """Indices of the distinct texts in ContrastiveData, int64[T]; each is embedded once."""
@@ -131,22 +143,23 @@ class ContrastiveBatch:
 
     @property
     def has_negatives(self) -> bool:
-        """Return whether a query has a negative; without, the loss is constant.
+        """Return whether any query has a negative; without one, the loss is constant.
 
         A negative is a candidate that is neither masked nor the query's own document.
         """
         return len(self.masked_rows) < len(self.queries) * (len(self.documents) - 1)
 
     def compute_loss(self, vectors: Tensor, config: ContrastiveConfig) -> Tensor:
-        """Return the InfoNCE loss of the embeddings of a batch.
+        """Return the InfoNCE loss of the embeddings of a batch, a scalar with a graph.
 
         It is the mean over queries, summed over sizes. It equals sentence-transformers'
         MultipleNegativesRankingLoss without masked scores, and with several sizes its
         MatryoshkaLoss over all of them and the full size.
 
         Args:
-            vectors: Embeddings of any length, [T, size], in the order of `texts`.
-            config: Config with temperature, sizes and symmetry of the loss.
+            vectors: Embeddings of `texts`, in order, of all ranks, [T, size]; they are normalized
+                here.
+            config: `temperature`, `matryoshka_dims` and `symmetric` are read.
         """
         device = vectors.device
         full = vectors.shape[1]
@@ -170,13 +183,13 @@ class ContrastiveBatch:
 
 
 def divide_texts(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """Return the places of each rank's texts, with nearly equal numbers of tokens.
+    """Return the indices of each rank's texts, with nearly equal numbers of tokens.
 
-    The longest texts go first, each to the rank with the fewest tokens. The places are int64, in
-    ascending order; a rank has none if there are fewer texts than ranks.
+    The longest texts go first, each to the rank with the fewest tokens. Indices are int64,
+    ascending; a rank has none if there are fewer texts than ranks.
 
     Args:
-        lengths: Number of tokens of the text at each place.
+        lengths: Number of tokens of each text, int64[texts].
         ranks: Number of ranks.
     """
     parts: list[list[int]] = [[] for _ in range(ranks)]

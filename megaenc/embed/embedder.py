@@ -53,7 +53,12 @@ Pooling = Literal["mean", "cls", "lasttoken"]
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """Rules for embedding texts with a model: attention, pooling, length, prefixes."""
+    """Rules for embedding texts with a model: attention, pooling, length, prefixes.
+
+    `read_embedding_config` reads them from a directory, and flags may override them. `attention`
+    None is the model's own, `max_length` 0 the lower of DEFAULT_LENGTH and the model's context,
+    `truncate_dim` 0 the full size, and `special_tokens` "own" the tokenizer as it is.
+    """
 
     pooling: Pooling = "mean"
     attention: AttentionDirection | None = "bidirectional"
@@ -79,8 +84,11 @@ class EmbeddingConfig:
 def fetch_model(name_or_directory: str) -> str:
     """Return the path of a model's directory, downloaded from the Hub for ORG/NAME.
 
+    An existing path is not a name of the Hub.
+
     Raises:
-        InputError: There is neither such a directory nor such a model.
+        InputError: There is neither such a directory nor such a model, or the directory holds no
+            model.
     """
     parent, _, name = name_or_directory.rpartition("/")
     # False for a name that is too long
@@ -102,7 +110,8 @@ def fetch_model(name_or_directory: str) -> str:
 def read_embedding_config(directory: str) -> EmbeddingConfig:
     """Return the EmbeddingConfig that a model's directory defines.
 
-    It is that of sentence-transformers if the directory has modules.json, else the default.
+    It is that of sentence-transformers if the directory has modules.json, else the default. The
+    model's weights are not read.
 
     Raises:
         InputError: transformers does not know config.json, or a module or pooling is not supported.
@@ -158,9 +167,9 @@ def read_embedding_config(directory: str) -> EmbeddingConfig:
 def override_config(
     config: EmbeddingConfig, given: EmbeddingFlags | ContrastiveConfig
 ) -> EmbeddingConfig:
-    """Return `config` with the values of the flags that are given.
+    """Return a copy of `config` with the values of the flags that are given.
 
-    An empty prefix counts as given; an empty text or 0 of another flag does not.
+    A prefix is given unless it is None; another flag is given unless it is 0 or an empty text.
     """
     values = {field.name: getattr(given, field.name, None) for field in dataclasses.fields(config)}
     is_given = {
@@ -177,12 +186,12 @@ def build_embedder(
 ) -> "Embedder":
     """Return a directory's Embedder on this machine's device, and print its rules.
 
-    The attention and the length in effect are in its `config`.
+    Its `config` has the attention and the length in effect.
 
     Args:
         name: Name of the model in the printed rules and in errors.
-        given: Flags for precision and batch size; those in `config` already (see `override_config`)
-            are only checked.
+        config: Rules, which include those of `given` already (see `override_config`).
+        given: Flags for precision and batch size; its length and size are only checked.
 
     Raises:
         InputError: A length or size is beyond the model's.
@@ -285,16 +294,17 @@ def _read_optional(path: Path) -> dict[str, Any]:
 class Embedder:
     """Model that embeds texts: tokenizer, backbone with packed attention, and pooling.
 
-    `max_length` is the maximum number of tokens of a text that is in effect, special tokens
-    included.
+    `tokenize`, then `embed`. `max_length` is the maximum number of tokens of a text in effect,
+    special tokens included.
 
     Args:
+        directory: Directory of a Hugging Face or sentence-transformers model.
         dtype: Dtype of the weights.
         batch_size: Texts of a forward pass of `embed`.
-        check: Receives the float32 backbone and short random texts, as in `load_backbone`.
+        check: Called with the float32 backbone and short random texts, as in `load_backbone`.
 
     Raises:
-        InputError: The maximum length leaves no room for text.
+        InputError: The model cannot be loaded, or the maximum length leaves no room for text.
     """
 
     def __init__(
@@ -334,8 +344,8 @@ class Embedder:
     ) -> list[np.ndarray]:
         """Return the token ids of each text, int32[tokens], at most `max_length` each.
 
-        Special tokens, those of the config, are included and count. Prefixes of queries and
-        documents are not added.
+        Longer texts are cut. The special tokens of the config are included and count. Prefixes of
+        queries and documents are not added.
 
         Args:
             progress: Called with the number of texts tokenized so far.
@@ -361,9 +371,9 @@ class Embedder:
         return rows
 
     def pool(self, packed: PackedTexts) -> Tensor:
-        """Return the pooled states of each text of a pack, with a graph.
+        """Return the pooled states of each text of a pack, float32[texts, hidden_size].
 
-        They are float32[texts, hidden_size], of any length.
+        They have a graph if gradients are enabled, and any length: they are not normalized.
         """
         return POOLING_FUNCTIONS[self.config.pooling](self.backbone.compute_states(packed), packed)
 
@@ -412,12 +422,16 @@ class Embedder:
     def embed_queries_and_documents(
         self, queries: Sequence[str], documents: Sequence[str], place: str = ""
     ) -> tuple[Tensor, Tensor]:
-        """Return the embeddings of queries and of documents, with their prefixes.
+        """Return the embeddings of queries and of documents, after adding their prefixes.
 
-        They are as `embed` returns them.
+        Both are float32[texts, size] of length 1 on the model's device, as `embed` returns them.
+        Progress lines are shown.
 
         Args:
             place: Beginning of the progress lines.
+
+        Raises:
+            InputError: An embedding is NaN or inf.
         """
         texts = [self.config.query_prefix + query for query in queries]
         texts += [self.config.document_prefix + document for document in documents]

@@ -37,7 +37,9 @@ _DRAWS_AT_ONCE = 100
 class RetrievalSet:
     """Test set of retrieval: queries with relevant documents, and the whole corpus.
 
-    Documents are in trec_eval's order of equal scores.
+    `load` builds it. `relevant` has the grades above 0 of each query, in the order of `queries`, by
+    document id. `documents` are in trec_eval's order of equal scores. Rankings of queries with
+    `query_ids` leave out `find_excluded_document`.
     """
 
     name: str
@@ -53,10 +55,10 @@ class RetrievalSet:
 
     @classmethod
     def load(cls, name: str, directory: Path) -> "RetrievalSet":
-        """Return the RetrievalSet of a BEIR directory, called `name`.
+        """Return the RetrievalSet of a BEIR directory's test split, called `name`.
 
         Raises:
-            InputError: The directory is unusable.
+            InputError: A file is missing or malformed (see `load_beir_test`).
         """
         examples = load_beir_test(directory)
         ids = list(examples.documents)
@@ -67,13 +69,13 @@ class RetrievalSet:
         return cls(name, list(queries.values()), documents, ids, relevant, list(queries))
 
     def score(self, rankings: Iterator[np.ndarray]) -> dict[str, np.ndarray]:
-        """Return trec_eval's measures of each query by name, float64[queries].
+        """Return ndcg@10 and recall@100 of each query, as trec_eval, by measure's name.
 
-        They are from 0 to 1.
+        They are float64[queries], from 0 to 1.
 
         Args:
-            rankings: For each query in order, the indices of at least RANKING_DEPTH + 1 documents,
-                or of all that are retrieved, best first.
+            rankings: For each query in order, the indices in `documents` of at least RANKING_DEPTH
+                + 1 documents, or of all that are retrieved, best first.
         """
         values: dict[str, list[float]] = {name: [] for name in METRICS}
         for best, excluded, grade_of in zip(
@@ -89,9 +91,9 @@ class RetrievalSet:
         return {name: np.array(by_query) for name, by_query in values.items()}
 
     def score_random_ranking(self) -> dict[str, np.ndarray]:
-        """Return each query's expected measures over random rankings.
+        """Return each query's expected measures over random rankings, by measure's name.
 
-        They are float64[queries], from 0 to 1, by name.
+        They are float64[queries], from 0 to 1, of the measures of `score`.
         """
         documents = set(self.document_ids)
         queries = zip(self.relevant, self._excluded_ids, strict=True)
@@ -111,9 +113,10 @@ class RetrievalSet:
 def build_rows(
     data: RetrievalSet, model: str, values: dict[str, np.ndarray], *, interval: bool = True
 ) -> list[EvaluationRow]:
-    """Return the table row of each measure, in percent.
+    """Return the EvaluationRow of each measure: the mean over queries, in percent.
 
     Args:
+        model: Name of the model.
         values: Measure of each query by name, float64[queries], from 0 to 1.
         interval: Bootstrap the queries for a 95 % interval; a single query has none.
     """
@@ -141,9 +144,10 @@ def build_rows(
 
 
 def bootstrap_mean(values: np.ndarray) -> tuple[float, float]:
-    """Return the percentile bootstrap 95 % interval (low, high) of a mean.
+    """Return (low, high), the percentile bootstrap 95 % interval of a mean.
 
-    It is in the unit of `values`, float64[n]. The draws are the same in every call.
+    It is the mean of `values`, float64[n], n at least 1, and the interval is in their unit. The
+    10,000 draws are the same in every call.
     """
     random = np.random.default_rng(0)
     means = np.concatenate(
@@ -164,15 +168,14 @@ def rank_by_cosine(
 ) -> Iterator[np.ndarray]:
     """Yield the documents with the largest cosines to each query, best first.
 
-    They are RANKING_DEPTH + 1, or all if there are fewer, given by index, int64. The search is
+    They are RANKING_DEPTH + 1 indices of documents, or all if there are fewer, int64. The search is
     exact; equal cosines rank by index.
 
     Args:
-        queries: Embeddings of length 1, float32[queries, hidden_size].
-        texts: Embeddings of the documents' texts, of the same kind.
+        queries: Embeddings of length 1, float32[queries, size].
+        texts: Embeddings of the documents' distinct texts, float32[texts, size], of length 1.
         progress: Called with the number of queries ranked so far.
-        text_of: Row in `texts` of each document, so that equal texts have equal cosines; default:
-            the document's own row.
+        text_of: Row in `texts` of each document, int[documents]; default: the document's index.
     """
     for done, cosines in enumerate(iterate_cosines(queries, texts), 1):
         yield rank_top_documents(cosines[text_of], RANKING_DEPTH + 1)
@@ -180,7 +183,7 @@ def rank_by_cosine(
 
 
 def import_bm25s() -> Any:
-    """Return the module bm25s.
+    """Return the module bm25s, an optional dependency.
 
     Raises:
         InputError: It is not installed.
@@ -199,13 +202,16 @@ def rank_by_bm25(
 ) -> Iterator[np.ndarray]:
     """Yield the documents with the largest BM25 score for each query, best first.
 
-    They are at most RANKING_DEPTH + 1, given by index, int64; equal scores rank by index. Tokens
-    and formula are those of Lucene's English analyzer as bm25s has them: words of two letters or
-    more in lower case, without 33 stop words, cut by Porter's stemmer. A document without a word of
-    the query is not retrieved.
+    They are at most RANKING_DEPTH + 1 indices of documents, int64; equal scores rank by index. A
+    document without a word of the query is not retrieved. Formula and words are those of Lucene's
+    English analyzer as bm25s has them: lower case, two letters or more, without 33 stop words, cut
+    by Porter's stemmer.
 
     Args:
-        progress: As in `rank_by_cosine`.
+        progress: Called with the number of queries ranked so far.
+
+    Raises:
+        InputError: The package bm25s is not installed.
     """
     from nltk.stem.porter import PorterStemmer
 

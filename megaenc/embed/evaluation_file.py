@@ -19,9 +19,12 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """Row of a table of zero-shot evaluation, in percent, with its 95 % interval.
+    """Row of a zero-shot evaluation: a model's measure on a data set, in percent.
 
-    It has a measure, which for retrieval is the mean over queries.
+    `low` and `high` are the 95 % interval of `mean`, both None for a random ranking or probe and
+    for a single query. In retrieval (BEIR directories) `queries` and `documents` are counts and
+    `scores` has each query's measure as a fraction; else they are None and empty, and `examples`
+    counts.
     """
 
     dataset: str
@@ -48,7 +51,11 @@ class EvaluationRow:
 
 @dataclass(frozen=True)
 class QueryScores:
-    """Scores by query of one model on one data set."""
+    """Scores by query of one model on one data set by one measure.
+
+    `values`, float64[queries], and `interval`, the bootstrap interval of their mean, are fractions;
+    `fingerprint` is that of the data set.
+    """
 
     values: np.ndarray
     """float64[queries], as fractions"""
@@ -60,13 +67,18 @@ class QueryScores:
 
     @property
     def mean(self) -> float:
-        """Return the mean over the queries."""
+        """Return the mean over the queries, as a fraction."""
         return float(self.values.mean())
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluation: settings, fingerprints, and scores by model, data set, measure."""
+    """Evaluation: settings, fingerprints, and scores by model, data set, measure.
+
+    `read_evaluation` reads it from a file of `megaenc embed eval`. `settings` are the flags that
+    change embeddings; `data` and `fingerprints` are the fingerprints of retrieval sets and models,
+    by name.
+    """
 
     settings: Mapping[str, Any]
     """Flags that change embeddings."""
@@ -77,19 +89,19 @@ class Evaluation:
     scores: Mapping[Place, QueryScores]
 
     def datasets_of(self, model: str) -> set[str]:
-        """Return the retrieval sets that `model` has scores on."""
+        """Return the names of the retrieval sets that the model `model` has scores on."""
         return {dataset for scored, dataset, _ in self.scores if scored == model}
 
 
 def format_evaluation(
     rows: Sequence[EvaluationRow], models: Mapping[str, Any], origin: Mapping[str, Any]
 ) -> str:
-    """Return the text of an evaluation's file.
+    """Return the text of an evaluation's JSON file, which `read_evaluation` reads.
 
     Args:
-        models: EmbeddingConfig of each model.
-        origin: Other fields of an Evaluation except its scores, and the ids of the queries of each
-            data set.
+        models: EmbeddingConfig by name of the model.
+        origin: Other fields of the file: "settings", "data" and "fingerprints" as in Evaluation,
+            and "queries", the query ids by data set.
     """
     scores: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in rows:
@@ -111,10 +123,10 @@ def format_evaluation(
 
 
 def read_evaluation(file: Path) -> Evaluation | None:
-    """Return the Evaluation in a file, None if it is missing or anything else.
+    """Return the Evaluation in a file, or None if it is missing or anything else.
 
     Rows of other tasks than retrieval are left out. The result is cached while the file does not
-    change.
+    change, so it must not be changed.
     """
     try:
         status = file.stat()

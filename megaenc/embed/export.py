@@ -41,18 +41,18 @@ def export_embedder(
 ) -> None:
     """Write a trained embedding model for sentence-transformers, in float32.
 
-    The directory also has training.json, training.jsonl and a card.
+    The directory also has training.json, training.jsonl and a model card, and appears only if the
+    reloaded model gives the same tokens and embeddings.
 
     Args:
         target: New directory.
-        embedder: Model in float32, out of training mode (see `ContrastiveTrainer.finish`).
-        data: Training data, some texts of which the reloaded model is compared on.
+        embedder: Model in float32 and eval mode (see `ContrastiveTrainer.finish`).
+        data: Training data, some texts of which are compared.
         details: Content of training.json.
         rows: Rows of training.jsonl.
 
     Raises:
-        InputError: The directory gives other tokens or embeddings of training texts; no directory
-            is written.
+        InputError: The reloaded model differs; no directory is written.
     """
     config = embedder.config
     with atomic_dir(target) as directory:
@@ -90,9 +90,13 @@ def export_embedder(
 
 
 def check_exportable(backbone: Backbone, texts: PackedTexts) -> None:
-    """Check that an export would have the states of `backbone`.
+    """Check that transformers' class computes the states of `backbone` on `texts`.
 
-    The export is transformers' class, as `export_embedder` writes it.
+    `export_embedder` writes this class.
+
+    Args:
+        backbone: Float32 backbone with the attention of the training.
+        texts: Texts to compare states on.
 
     Raises:
         InputError: The states differ.
@@ -140,9 +144,11 @@ def _check_reloaded(directory: Path, embedder: Embedder, data: ContrastiveData) 
 
 
 def build_embedding_card(name: str, details: Mapping[str, Any]) -> str:
-    """Return the text of README.md for a trained embedding model called `name`.
+    """Return the text of README.md, a model card, for a trained embedding model.
 
-    `details` is the content of training.json.
+    Args:
+        name: Title of the card.
+        details: Content of the model's training.json.
     """
     config = details["config"]
     base = details["base_model"]

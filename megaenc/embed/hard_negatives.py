@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MineConfig:
-    """Options of `megaenc embed mine`: model, pairs, corpus, selection and output."""
+    """Options of `megaenc embed mine`: model, pairs, corpus, selection and output.
+
+    Each field is a flag; `model`, `data` and `output` must be given.
+    """
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
@@ -58,7 +61,13 @@ class MineConfig:
 
 @handle_command_errors
 def mine_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed mine`: write the pairs with hard negatives and print counts."""
+    """Run `megaenc embed mine`: write the pairs with hard negatives and print counts.
+
+    Wrong input exits with 2.
+
+    Args:
+        argv: The flags; None: those of this process.
+    """
     silence_libraries()
     settings = flags.parse_with_config(
         MineConfig, argv, prog="megaenc embed mine", description=__doc__
@@ -139,16 +148,14 @@ def mine_negatives(
 ) -> list[list[str]]:
     """Return the hard negatives of each pair, the most similar to the query first.
 
-    They are the first `settings.negatives` documents of ranks `skip` + 1 to `depth` whose cosine is
-    at most `margin` of that of the pair's document; there may be fewer, or none. The search is
-    exact. Ranks leave out the documents that a pair gives to the query, and its own text; equal
-    cosines rank by their order in `documents`.
+    They are the first `settings.negatives` documents of ranks `skip` + 1 to `depth` whose cosine
+    with the query is at most `margin` of that of the pair's document; there may be fewer, or none.
+    Ranks leave out the query's documents in all pairs, and its own text. The search is exact; equal
+    cosines rank by index.
 
     Args:
-        queries: Distinct queries.
-        documents: Distinct documents, among them those of all pairs.
-        query_vectors: Embeddings of length 1, float32[queries, hidden_size].
-        document_vectors: Embeddings of length 1, float32[documents, hidden_size].
+        queries, documents: Distinct texts without prefixes, among them those of all pairs.
+        query_vectors, document_vectors: Their embeddings of length 1, float32[texts, size].
         progress: Called with the number of queries done so far.
     """
     from megaenc.finetune.tasks.retrieval import iterate_cosines, rank_top_documents

@@ -32,7 +32,10 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class TrainingPair:
-    """Query, relevant document, and hard negatives, all without prefixes."""
+    """Query, relevant document, and hard negatives, all texts without prefixes.
+
+    Hard negatives are irrelevant documents that are similar to the query.
+    """
 
     query: str
     document: str
@@ -52,8 +55,9 @@ def load_pairs(sources: Sequence[str]) -> PairData:
     """Return the distinct pairs of all sources, in order, and print their counts.
 
     A source is a file or BEIR directory, else a repository of the Hugging Face Hub, whose split
-    `train` is read: ORG/NAME or ORG/NAME:CONFIG, with or without @REVISION. Pairs that differ only
-    in their hard negatives are distinct. Unanswerable questions of SQuAD 2.0 are left out.
+    `train` is read: ORG/NAME or ORG/NAME:CONFIG, with or without @REVISION. Files may be .jsonl,
+    .csv, .tsv, .parquet, or SQuAD's .json, whose unanswerable questions are left out. Pairs that
+    differ only in their hard negatives are distinct.
 
     Raises:
         InputError: A source is missing, invalid or without a pair, or there are fewer than two

@@ -51,7 +51,12 @@ def import_mteb() -> ModuleType:
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """Task of mteb with its data loaded, as tables show it."""
+    """Task of mteb with its data loaded, as tables show it.
+
+    `examples` counts test examples, None if test data are no rows, such as a corpus. `chance` is
+    the expected score of random embeddings, as a fraction: 0 for similarity, 1 / classes for a
+    probe; None if unknown. `metric` is the name of the main score.
+    """
 
     name: str
     task: "AbsTask"
@@ -64,7 +69,11 @@ class ProbeTask:
 
     @classmethod
     def from_loaded(cls, name: str, task: "AbsTask") -> "ProbeTask":
-        """Return the ProbeTask of a task whose data are loaded."""
+        """Return the ProbeTask of a task whose data are loaded.
+
+        Args:
+            name: Name of the task in tables.
+        """
         from datasets import Dataset
 
         metric = task.metadata.main_score
@@ -90,18 +99,21 @@ class ProbeTask:
         return cls(name, task, _METRIC_NAMES.get(metric, metric), examples, chance)
 
     def build_random_rows(self) -> list[EvaluationRow]:
-        """Return the row of the score of chance; none if it is unknown."""
+        """Return a list with the row of model `random`, the chance; [] if it is unknown."""
         return [] if self.chance is None else [self._build_row("random", self.chance, None)]
 
     def evaluate(self, model: str, embedder: "Embedder") -> EvaluationRow:
-        """Return the row of a model: mteb's main score with its 95 % interval.
+        """Return the row of a model: mteb's main score and its 95 % interval, in percent.
 
         The interval of a probe is Student's t over its experiments, that of a Spearman correlation
         Fisher's with the variance of Bonett and Wright (2000). There is none for other measures,
         nor for a task of several splits or languages.
 
+        Args:
+            model: Name of the model in the row.
+
         Raises:
-            InputError: The score is undefined.
+            InputError: The score is undefined, or mteb is not installed.
         """
         encoder = _MTEBEncoder(embedder, f"{model} {self.name}: embedding")
         # The Embedder has its own batches
@@ -190,20 +202,28 @@ class _MTEBEncoder:
 
 
 def is_labelled_set(path: Path) -> bool:
-    """Return whether `path` is a file, or a directory without any of BEIR's files."""
+    """Return whether `path` is a file, or a directory without any of BEIR's files.
+
+    If so, `load_labelled_set` can read it, else `RetrievalSet.load`. A missing path is no labelled
+    set.
+    """
     return os.path.isfile(path) or (
         os.path.isdir(path) and not any(any(path.glob(name)) for name in _BEIR_FILES)
     )
 
 
 def load_labelled_set(name: str, path: Path) -> ProbeTask:
-    """Return the ProbeTask of a directory with pairs and scores, or texts and classes.
+    """Return the ProbeTask of labelled data: similarity of pairs, or a logistic probe.
 
-    Scores are labels with a point. The test split is evaluated, or the validation split if there is
-    none.
+    Pairs of texts need scores, labels with a decimal point; single texts need classes and a train
+    split. The test split is evaluated, or the validation split if there is none.
+
+    Args:
+        name: Name of the task in tables.
+        path: Directory with a file per split, or a file, which is the test split.
 
     Raises:
-        InputError: The directory has pairs with classes, other data, or too few different labels.
+        InputError: The data is invalid or of another kind, or labels do not differ.
     """
     files = find_split_files(path)
     file = files.get("test") or files.get("validation")
@@ -327,7 +347,7 @@ def _build_local_task(
 def load_tasks(names: Sequence[str]) -> Iterator[ProbeTask]:
     """Yield mteb's tasks of these names, with data from the Hub or its cache.
 
-    A task is loaded only when it is reached.
+    They are in the order of `names`; a task is loaded only when it is reached.
 
     Raises:
         InputError: A task is unknown, not of text or a group, or its data cannot be loaded.

@@ -36,7 +36,10 @@ _ABBREVIATION = re.compile(r"\W*(?:[A-Z]|[A-Za-z]\.[A-Za-z.]*|Mr|Mrs|Ms|Dr|St|Pr
 
 @dataclass(frozen=True)
 class TextPairsConfig(InputConfig):
-    """Options of `megaenc embed pairs`: input, output, method, and size of the pairs."""
+    """Options of `megaenc embed pairs`: input, output, method, and size of the pairs.
+
+    Each field is a flag, also those of InputConfig; `input`, `output` and `method` must be given.
+    """
 
     output: str
     """.jsonl file to write, a line with `query` and `document` for each pair"""
@@ -60,7 +63,13 @@ class TextPairsConfig(InputConfig):
 
 @handle_command_errors
 def pairs_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed pairs`: write pairs of the input's texts and print counts."""
+    """Run `megaenc embed pairs`: write pairs of the input's texts and print counts.
+
+    Wrong input exits with 2.
+
+    Args:
+        argv: The flags; None: those of this process.
+    """
     silence_libraries()
     settings = flags.parse(TextPairsConfig, argv, prog="megaenc embed pairs", description=__doc__)
     # Halves of a text that is too long have a quarter of its words at least
@@ -177,6 +186,7 @@ def iterate_pairs(
     Args:
         text: Text of the document.
         document_index: Index of the document in the input, from 0; random spans depend on it.
+        settings: `method`, `seed`, `min_words` and `max_words` are read.
     """
     if settings.method == "adjacent":
         units = split_into_units(text, settings.min_words, settings.max_words)
@@ -189,11 +199,12 @@ def iterate_pairs(
 
 
 def split_into_units(text: str, min_words: int, max_words: int) -> list[str]:
-    """Return the paragraphs of a text, with min_words to max_words words each.
+    """Return the paragraphs of a text, with `min_words` to `max_words` words each.
 
-    Short ones are joined. Long ones are cut at the sentence end nearest to the middle, again and
-    again, or at the middle if no sentence ends near it. A text of one paragraph is cut once, at a
-    sentence end; if none leaves min_words on both sides, the list is empty.
+    Paragraphs are separated by an empty line; short ones are joined with the next. Long ones are
+    cut at the sentence end nearest to the middle, again and again, or at the middle if no sentence
+    ends near it. A text of one paragraph is cut once, at a sentence end; if none leaves `min_words`
+    on both sides, the list is empty.
     """
     units = []
     short = ""

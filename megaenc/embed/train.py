@@ -33,9 +33,10 @@ class NonFiniteTrainingError(ArithmeticError):
 
 
 def compute_batch_boundaries(pairs: int, batch_size: int) -> list[int]:
-    """Return the boundaries of an epoch's batches in pairs: 0, then each batch's end.
+    """Return the boundaries of an epoch's batches, in pairs, from 0 to `pairs`.
 
-    A last batch of one pair joins the one before, as it may have no negative.
+    Batch i has the pairs from boundary i up to boundary i + 1. A last batch of one pair joins the
+    one before, as it may have no negative.
     """
     boundaries = [*range(0, pairs, batch_size), pairs]
     if boundaries[-1] - boundaries[-2] == 1 and len(boundaries) > 2:
@@ -48,8 +49,8 @@ def iterate_contrastive_batches(
 ) -> Iterator[ContrastiveBatch]:
     """Yield the batch of each step from `first_step`, counted from 0, to the last.
 
-    Pairs are shuffled in every epoch. A batch without a negative, whose loss would be constant,
-    takes the pairs of its neighbours in the epoch too.
+    Pairs are shuffled in every epoch by the seed, the same on all ranks. A batch without a
+    negative, whose loss would be constant, takes the pairs of its neighbours in the epoch too.
 
     Raises:
         InputError: There is no negative in a whole epoch.
@@ -85,9 +86,13 @@ def iterate_contrastive_batches(
 class ContrastiveTrainer:
     """Model, data and optimizer of a contrastive training.
 
-    All ranks call `step` with the same batch. Each rank embeds its part of a batch's texts. All
-    embeddings are gathered, every rank computes the whole loss and the gradients of its own
-    embeddings, and the gradients of the weights are summed over ranks.
+    All ranks call `step` with the same batch, once for each of `steps`, then `finish`. Each rank
+    embeds its part of a batch's texts; the loss is that of the whole batch, and the gradients of
+    the weights are summed over ranks. The constructor sets `embedder` to training mode.
+
+    Raises:
+        InputError: There is no negative in a whole epoch, a size is larger than the embeddings, or
+            the only step has learning rate 0.
     """
 
     def __init__(
@@ -115,7 +120,8 @@ class ContrastiveTrainer:
     def step(self, step: int, batch: ContrastiveBatch) -> tuple[float, float]:
         """Take step `step`, counted from 1; return (loss, unclipped gradient norm).
 
-        No weight changes if either is NaN or inf.
+        All ranks call it with the same batch, and get the same numbers. No weight changes if either
+        number is NaN or inf.
         """
         words = random_words(
             self.config.seed, "contrastive dropout", 1, counters=(step, get_rank())
@@ -163,7 +169,10 @@ class ContrastiveTrainer:
         return loss.item()
 
     def finish(self) -> None:
-        """Replace the parameters by their float32 master weights, and leave training mode."""
+        """Replace the parameters by their float32 master weights, and leave training mode.
+
+        No step can be taken afterwards.
+        """
         self.optimizer.close()
         masters = self.optimizer.get_masters()
         for parameter in self.embedder.backbone.parameters():
@@ -175,7 +184,8 @@ class ContrastiveTrainer:
 class TrainingProgress:
     """Numbers of a training up to its last step, and the rows of its log.
 
-    They are over all ranks, and include those before a resume; `loss` is that of the last step.
+    They are over all ranks, and include those before a resume. `loss` is that of step `step`, NaN
+    before the first; `tokens` were embedded, and `masked` scores left out as false negatives.
     """
 
     step: int = 0
@@ -191,7 +201,8 @@ class TrainingProgress:
 class StateDirectory:
     """Directory with the state of an unfinished training and the log of its losses.
 
-    The state has weights, AdamW's moments, schedule and step. Only rank 0 writes to it.
+    state.pt has weights, AdamW's moments, schedule and step; training.jsonl is the log. The
+    directory must exist. Only rank 0 writes to it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -200,8 +211,8 @@ class StateDirectory:
     def load(self, trainer: ContrastiveTrainer) -> TrainingProgress:
         """Set the trainer to the saved state and return its progress.
 
-        All ranks call it. Without a state, the progress is that of step 0. Later rows are cut off
-        the log.
+        All ranks call it. Without a state the trainer stays as it is, and the progress is that of
+        step 0. Rank 0 cuts rows of later steps off the log.
 
         Raises:
             InputError: The state cannot be read.
@@ -238,7 +249,7 @@ class StateDirectory:
         return progress
 
     def append(self, row: dict[str, Any]) -> None:
-        """Append a row to the log; only rank 0 calls it."""
+        """Append a row, a line of JSON, to the log; only rank 0 calls it."""
         with open(self.directory / TRAINING_LOG, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
@@ -263,13 +274,17 @@ def train(
 ) -> TrainingProgress:
     """Train from the saved state to the last step, with logs and saved states.
 
-    All ranks call it together.
+    All ranks call it together. A progress line is shown.
 
     Args:
         save_interval: Steps between saved states; the last step is saved too.
         log_interval: Steps between rows of the log; the last step has a row too.
 
+    Returns:
+        The progress at the last step.
+
     Raises:
+        InputError: The saved state cannot be read.
         NonFiniteTrainingError: A loss or gradient norm is NaN or inf.
     """
     progress = state.load(trainer)

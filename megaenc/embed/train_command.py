@@ -25,7 +25,10 @@ from megaenc.processes import exit_on_sigterm
 
 @dataclass(frozen=True)
 class EmbedTrainConfig:
-    """Options of `megaenc embed train`: model, pairs, output, training and saving."""
+    """Options of `megaenc embed train`: model, pairs, output, training and saving.
+
+    Each field is a flag; `model`, `data` and `output` must be given.
+    """
 
     config: str = ""
     """YAML file of flags; flags on the command line override it"""
@@ -47,7 +50,10 @@ class EmbedTrainConfig:
 def train_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed train`: train unless finished before, and write the model.
 
-    The process exits with 1 if the loss is NaN or inf.
+    All ranks call it. The process exits with 1 if the loss is NaN or inf, with 2 at wrong input.
+
+    Args:
+        argv: The flags; None: those of this process.
     """
     die_with_launcher()
     exit_if_restart_forbidden()
