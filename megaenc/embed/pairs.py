@@ -44,7 +44,10 @@ class TrainingPair:
 
 @dataclass(frozen=True)
 class PairData:
-    """Training pairs in order, each once, and the hex SHA-256 of their content."""
+    """Distinct training pairs in order, and a digest of their content.
+
+    `digest` is the SHA-256 (hex) of all texts of the pairs. `load_pairs` builds it.
+    """
 
     pairs: list[TrainingPair]
     digest: str

@@ -173,9 +173,11 @@ class _MTEBEncoder:
     def encode(
         self, inputs: Iterable[Mapping[str, Any]], *, prompt_type: Any = None, **options: Any
     ) -> np.ndarray:
-        """Return the embeddings of batches, float32[texts, hidden_size].
+        """Return the embeddings of batches of texts, in order, float32[texts, hidden_size].
 
-        The texts of a batch are under its key `text`.
+        Args:
+            inputs: Batches, whose texts are under the key `text`.
+            prompt_type: mteb's PromptType, query or document; None: neither.
         """
         config = self.embedder.config
         prefixes = {"query": config.query_prefix, "document": config.document_prefix}

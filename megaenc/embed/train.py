@@ -29,7 +29,7 @@ STATE = "state.pt"
 
 
 class NonFiniteTrainingError(ArithmeticError):
-    """Error that a loss or gradient norm is NaN or inf."""
+    """Error that a loss or gradient norm of contrastive training is NaN or inf."""
 
 
 def compute_batch_boundaries(pairs: int, batch_size: int) -> list[int]:
@@ -249,12 +249,16 @@ class StateDirectory:
         return progress
 
     def append(self, row: dict[str, Any]) -> None:
-        """Append a row, a line of JSON, to the log; only rank 0 calls it."""
+        """Append a row, a line of JSON, to the log; only rank 0 calls it.
+
+        Args:
+            row: Values by name, with "step".
+        """
         with open(self.directory / TRAINING_LOG, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
     def save(self, trainer: ContrastiveTrainer, progress: TrainingProgress) -> None:
-        """Write the state atomically, after the log that belongs to it.
+        """Replace the saved state, atomically, after the log is on disk.
 
         Only rank 0 calls it.
         """

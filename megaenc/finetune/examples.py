@@ -25,7 +25,11 @@ _TRAIN_FRACTION = 0.95
 
 
 class TaskFamily(StrEnum):
-    """Enum of task families: SC and TC classify, QA extracts answers, IR retrieves."""
+    """Enum of task families, whose values are their names.
+
+    SC is sequence classification, TC token classification, QA extractive question answering and IR
+    retrieval.
+    """
 
     SC = "SC"  # sequence classification
     TC = "TC"  # token classification
@@ -174,7 +178,7 @@ class Dataset:
 
 
 def hash_json(content: Any) -> str:
-    """Return the hexadecimal SHA-256 of a JSON value, whatever the order of its keys."""
+    """Return the SHA-256 (hex) of a value as JSON, whatever the order of dicts' keys."""
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
     ).hexdigest()

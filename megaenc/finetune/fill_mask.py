@@ -24,7 +24,10 @@ _GUESSED_SENTENCES = 200  # from which the surest are printed
 
 @dataclass(frozen=True)
 class FillMaskConfig:
-    """Options of `megaenc fill-mask`: model, text, mask ratio, amounts to evaluate."""
+    """Options of `megaenc fill-mask`: model, text, mask ratio, amounts to evaluate.
+
+    Each field is a flag.
+    """
 
     model: str
     """Hugging Face directory of a masked language model, as written by `megaenc convert to-hf`;

@@ -25,7 +25,11 @@ class NamedSource:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """SHA-256 fingerprints (hexadecimal) of a job's model, tokenizer and data sets."""
+    """SHA-256 fingerprints (hex) of a job's model, tokenizer and data sets.
+
+    `train_on` is that of the training set, and `datasets` has those of the evaluation data sets by
+    name. `model_stamp` is a digest of the sizes and times of model files; results do not record it.
+    """
 
     model: str
     tokenizer: str

@@ -123,9 +123,9 @@ class MasterWeightOptimizer:
         parameter.grad = None
 
     def get_masters(self) -> dict[nn.Parameter, Tensor]:
-        """Return the float32 master weight of each 16-bit parameter that has one.
+        """Return the float32 master weight of each parameter that has one.
 
-        The tensors are the optimizer's own, not copies.
+        Parameters without are left out. The tensors are the optimizer's own, not copies.
         """
         return {
             parameter: master
@@ -186,7 +186,7 @@ class MasterWeightOptimizer:
             work.wait()
 
     def copy_weights(self) -> dict[nn.Parameter, Tensor]:
-        """Return copies of the trained parameters' weights on the CPU.
+        """Return copies of all trained parameters' weights, on the CPU.
 
         A parameter with a float32 master weight has a copy of the master weight.
         """

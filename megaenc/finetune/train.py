@@ -530,7 +530,10 @@ def make_deterministic(threads: int, *, kernels: bool = True) -> None:
 
 
 def hash_weights(model: torch.nn.Module) -> str:
-    """Return the hexadecimal SHA-256 of the bytes of all parameters of `model`."""
+    """Return the SHA-256 (hex) of the bytes of all parameters of `model`.
+
+    They are in the order of `model.parameters()`; their names have no effect.
+    """
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

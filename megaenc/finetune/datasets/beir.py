@@ -56,7 +56,7 @@ class QrelLine(NamedTuple):
 def is_beir_directory(directory: Path) -> bool:
     """Return whether `directory` has the files corpus.jsonl and queries.jsonl.
 
-    Both may be compressed as .gz or .zst.
+    Both may be compressed as .gz or .zst. A missing directory has neither.
     """
     return (
         _find_data_file(directory, "corpus") is not None
@@ -100,7 +100,10 @@ def load_beir(name: str, directory: Path, whole_corpus: bool) -> Dataset:
 
 @dataclass(frozen=True)
 class _SplitReader:
-    """Reader of the splits of a BEIR directory for fine-tuning."""
+    """Reader of the splits of a BEIR directory for fine-tuning.
+
+    `texts` has the paths of "corpus" and "queries", `qrels` those of the splits that have a file.
+    """
 
     name: str
     texts: Mapping[str, Path]
@@ -109,7 +112,10 @@ class _SplitReader:
 
     @functools.cached_property
     def content(self) -> tuple[dict[SplitName, Qrels], dict[str, str], dict[str, str]]:
-        """Return the grades of each split, the queries and the documents, cached."""
+        """Return the grades of each split, the queries and the documents, cached.
+
+        Queries and documents are texts by id, without prefixes.
+        """
         lines = {split: _read_qrels(path) for split, path in self.qrels.items()}
         grades = {split: _group_grades(of_split) for split, of_split in lines.items()}
         grades = _add_validation_split(self.name, self.qrels, grades)
@@ -126,7 +132,12 @@ class _SplitReader:
         return grades, queries, documents
 
     def read_split(self, split: SplitName) -> Examples:
-        """Return the pairs of training, or queries and the documents to search."""
+        """Return a list of Pair for "train", else RetrievalExamples, with prefixes.
+
+        Raises:
+            InputError: The directory has no qrels for the split, a file is malformed, or a text is
+                missing.
+        """
         # Without a file of its own, each of these two is drawn from the other or from training.
         sources = ("train",) if split == "train" else ("validation", "test")
         if not self.qrels.keys() & sources:

@@ -47,7 +47,10 @@ function or class."""
 
 @dataclass(frozen=True)
 class DemoDatasetsConfig:
-    """Options of `megaenc finetune demo`: the directory of the four demo data sets."""
+    """Options of `megaenc finetune demo`: the directory of the four demo data sets.
+
+    The field is a flag.
+    """
 
     output: str = "demo/finetune"
     """directory for demo_sc, demo_tc, demo_qa and demo_ir; existing sets are kept. If its parent

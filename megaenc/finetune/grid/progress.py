@@ -29,9 +29,9 @@ def estimate_completion(progress: RunProgress) -> float:
 
 
 class GridProgress(ProgressLine):
-    """Context manager that displays a grid of `runs` runs: a row for it and each job.
+    """Progress display of a grid of `runs` runs, with rows for it and running jobs.
 
-    Plain lines are printed if stdout is not a terminal.
+    It is a context manager. Plain lines are printed if stdout is not a terminal.
     """
 
     def __init__(self, runs: int) -> None:

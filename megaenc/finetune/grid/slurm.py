@@ -28,7 +28,10 @@ class SlurmConfig(ClusterConfig):
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """Picklable task of a job array, which runs its unfinished jobs."""
+    """Picklable task of a job array: a function without arguments that runs `jobs`.
+
+    `run_function`, as module:name, runs a job, and `local` has the options on the task's machine.
+    """
 
     jobs: tuple[FinetuneJob, ...]
     run_function: str

@@ -403,9 +403,9 @@ class AttentionProbe:
         return _is_different(*(self.backbone.compute_states(texts)[8:] for texts in packs))
 
     def pack_probe_texts(self) -> PackedTexts:
-        """Return packed random texts of several lengths.
+        """Return packed random texts of several lengths, always the same.
 
-        Some are longer than each sliding window.
+        Some are longer than each sliding window that the backbone has used so far.
         """
         context = self.backbone.context_length
         beyond = sorted(

@@ -67,7 +67,10 @@ def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> 
 
 @dataclass(frozen=True)
 class GridSpec:
-    """Learning rates and seeds of a planned grid, which has a run for each pair."""
+    """Learning rates and seeds of a planned grid, which has a run for each pair.
+
+    `rates` are peak learning rates.
+    """
 
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
@@ -108,7 +111,10 @@ class ScoreCell:
     """Seeds that a learning rate needs to be chosen."""
 
     def runs_at_rate(self, rate: float) -> list[Result]:
-        """Return the finished runs, with test scores, of a learning rate, sorted by seed."""
+        """Return the finished runs, with test scores, of a learning rate, sorted by seed.
+
+        Failed runs are left out; without a run the list is empty.
+        """
         return sorted(
             (run for run in self.runs if run.learning_rate == rate and run.test is not None),
             key=lambda run: run.seed,

@@ -12,7 +12,7 @@ from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 
 class Classification(FinetuneTask):
-    """Sequence classification on a text's pooled states, by cross-entropy.
+    """Sequence classification (SC) on a text's pooled states, by cross-entropy.
 
     The score is the accuracy.
     """
@@ -30,7 +30,11 @@ class Classification(FinetuneTask):
         return rows
 
     def pool(self, states: Tensor, packed: PackedTexts) -> Tensor:
-        """Return the pooled states of each text of a pack, float32[texts, hidden_size]."""
+        """Return the pooled states of each text of a pack, float32[texts, hidden_size].
+
+        Args:
+            states: States of the tokens of `packed`, [T, hidden_size].
+        """
         return POOLING_FUNCTIONS[self.protocol.pooling](states, packed)
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
