@@ -129,7 +129,7 @@ class ContrastiveConfig:
     """CPU threads of a process; the last bits of the result depend on this number"""
 
     def check(self) -> None:
-        """Check flags that depend on more than one value.
+        """Check that each size of `matryoshka_dims` is given once.
 
         Raises:
             InputError: A size is given twice.

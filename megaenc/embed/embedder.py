@@ -385,15 +385,15 @@ class Embedder:
         *,
         unit_length: bool = True,
     ) -> Tensor:
-        """Return the embedding of each text, float32[texts, size], on the model's device.
+        """Return the embedding of each text, in order, float32[texts, size].
 
-        Embeddings have length 1, or are zeros for a text without tokens. Texts of similar length
-        share a forward pass, the longest first.
+        They are cut to `config.truncate_dim` numbers, if it is not 0, then scaled to length 1. They
+        have no graph, are on the model's device, and zeros for a text without tokens.
 
         Args:
             rows: Token ids of each text, as `tokenize` returns them.
             progress: Called after each forward pass with the number of tokens embedded so far.
-            unit_length: False leaves the pooled states as they are.
+            unit_length: False leaves the pooled states unscaled.
 
         Raises:
             InputError: An embedding is NaN or inf.

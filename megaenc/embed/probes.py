@@ -29,7 +29,7 @@ _METRIC_NAMES = {"cosine_spearman": "spearman"}
 
 
 def import_mteb() -> ModuleType:
-    """Return the module mteb, which takes seconds to import.
+    """Return the module mteb, an optional dependency that takes seconds to import.
 
     Raises:
         InputError: It is not installed or cannot make its cache.
@@ -173,7 +173,7 @@ class _MTEBEncoder:
     def encode(
         self, inputs: Iterable[Mapping[str, Any]], *, prompt_type: Any = None, **options: Any
     ) -> np.ndarray:
-        """Return the embeddings of batches of texts, in order, float32[texts, hidden_size].
+        """Return the embeddings of batches of texts, float32[texts, size], in order.
 
         Args:
             inputs: Batches, whose texts are under the key `text`.

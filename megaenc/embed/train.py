@@ -131,10 +131,10 @@ class ContrastiveTrainer:
         return (loss, self.optimizer.step()) if math.isfinite(loss) else (loss, math.nan)
 
     def backward(self, batch: ContrastiveBatch) -> float:
-        """Backpropagate the loss of a batch and return it.
+        """Add the gradients of a batch's loss to the parameters, and return the loss.
 
-        All ranks call it with the same batch. Gradients are summed over ranks, and no step is
-        taken.
+        All ranks call it with the same batch. The loss is that of the whole batch, and gradients
+        are summed over ranks. No step is taken.
         """
         embedder = self.embedder
         ranks = get_world_size()

@@ -160,14 +160,14 @@ class Dataset:
     them, or empty without pairs."""
 
     def load_split(self, name: SplitName) -> Examples:
-        """Return the examples of a split.
+        """Return the examples of a split, in order: a list, or RetrievalExamples.
 
-        Returns:
-            A list, or RetrievalExamples for the validation and test splits of IR.
+        Validation and test of IR are RetrievalExamples. Data sets of HUB_DATASETS are downloaded
+        unless they are in the cache.
 
         Raises:
             InputError: The split is missing or empty, or a row is invalid.
-            DataUnavailable: A download failed for a temporary reason (data sets of HUB_DATASETS).
+            DataUnavailable: A download of HUB_DATASETS failed for a temporary reason.
         """
         examples = self.read_split(name)
         if not (examples.relevant if isinstance(examples, RetrievalExamples) else examples):

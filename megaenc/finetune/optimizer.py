@@ -136,7 +136,8 @@ class MasterWeightOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return weights, AdamW's moments and the schedule, for `load_state_dict`.
 
-        The weights of 16-bit parameters are their master weights. Tensors are not copied.
+        The weights of 16-bit parameters are their master weights. Tensors are not copied, so save
+        them before the next step.
         """
         weights = [master.detach() for master in self._masters.values()]
         return {
@@ -147,10 +148,10 @@ class MasterWeightOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set weights, moments and schedule to those of a `state_dict`, bit by bit.
+        """Set weights, moments and schedule in place to those of a `state_dict`.
 
         Args:
-            state: State of the same model and hyperparameters.
+            state: State of an optimizer of the same model and hyperparameters.
         """
         for (parameter, master), saved in zip(self._masters.items(), state["weights"], strict=True):
             master.copy_(saved)

@@ -205,7 +205,9 @@ class FinetuneRun:
         self.seconds = {"loading": time.monotonic() - self.began}
 
     def train(self) -> None:
-        """Train to the last step or an early stop.
+        """Train to the last step or an early stop, with validations between if asked for.
+
+        The model's weights change; nothing is written.
 
         Raises:
             RunFailure: A loss, a gradient norm or a prediction is NaN or inf.

@@ -178,7 +178,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield (`path:line`, object) of each line of a JSONL file that is not blank.
 
     Raises:
-        InputError: A line is no JSON object, or has a key twice.
+        InputError: A line is no JSON object, or has a key twice. It is raised during iteration.
     """
     for line_number, line in read_lines(path):
         if not line.strip():
@@ -567,7 +567,10 @@ def build_example(
 
 
 def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
-    """Return the id of a row, or None if it is missing, null or empty text.
+    """Return the value of a row's key `id`, or None if it is missing, null or "".
+
+    Args:
+        location: Start of the error.
 
     Raises:
         InputError: The id is neither text nor an integer.

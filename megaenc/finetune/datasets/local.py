@@ -68,7 +68,7 @@ class DatasetConfig:
         """Check that `pair_template` can join two texts.
 
         Raises:
-            InputError: The template is neither a known name nor a format string of exactly `text`
+            InputError: It is neither "tokenizer" nor "study" nor a format string of exactly `text`
                 and `text_pair`.
         """
         if self.pair_template in (TOKENIZER_PAIRS, STUDY_PAIRS):

@@ -284,7 +284,9 @@ def _express_linear_head(
 
 @torch.no_grad()
 def compute_hf_outputs(model: Any, packed: PackedTexts) -> Tensor:
-    """Return the outputs of a transformers model on packed texts on its device.
+    """Return the outputs of a transformers model on packed texts, right-padded.
+
+    The model must be on the device of `packed`.
 
     Returns:
         Logits, or states if the model has no head: float32[texts, size] of a class for sequences,

@@ -83,8 +83,10 @@ class SummaryRow:
 class RateRow:
     """Row of the learning-rate table, in percent: a model's mean scores by rate.
 
-    `means` has the rates with a score of every seed. Without such a rate, `chosen` is None and
-    `spread` is NaN.
+    `means` has the rates with a score of every seed, and `spread` is the highest mean minus the
+    lowest. `chosen` is the rate with the best validation score. Without a rate in `means`, `chosen`
+    is None and `spread` NaN. `near_best` counts rates within one point of the best; `incomplete`
+    rates lack a run.
     """
 
     model: str

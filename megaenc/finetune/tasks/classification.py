@@ -50,7 +50,11 @@ class Classification(FinetuneTask):
     ) -> Scores:
         """Return the Scores of the model on a split: accuracy and Matthews correlation.
 
-        The baseline is the split's most frequent class.
+        The score is the accuracy. The baseline always predicts the split's most frequent class.
+
+        Args:
+            data: Result of `encode`.
+            examples: Not used.
 
         Raises:
             NonFinitePredictionError: A prediction is NaN or inf.
