@@ -215,7 +215,7 @@ def check_torch_devices(context: CheckContext) -> list[Finding]:
     count = torch.cuda.device_count()
     if count and torch.cuda.is_available():
         sizes = [
-            torch.cuda.get_device_properties(number).total_memory / GIB for number in range(count)
+            torch.cuda.get_device_properties(index).total_memory / GIB for index in range(count)
         ]
         text = f"{count} x {torch.cuda.get_device_name(0)}, {min(sizes):.0f} GiB"
         if processes > count:

@@ -32,11 +32,11 @@ def check_collectives(context: CheckContext) -> list[Finding]:
     library = {"rocm": "RCCL", "cuda": "NCCL"}.get(backend.name, "gloo")
     # The third column is the minimum traffic of a rank in multiples of the tensor's bytes, for the
     # bandwidth.
-    share = (size - 1) / size
+    fraction = (size - 1) / size
     tried = [
-        ("all-reduce", _all_reduce, 2 * share),
-        ("reduce-scatter", _reduce_scatter, share),
-        ("all-gather", _all_gather, share),
+        ("all-reduce", _all_reduce, 2 * fraction),
+        ("reduce-scatter", _reduce_scatter, fraction),
+        ("all-gather", _all_gather, fraction),
     ]
     if size > 1:
         tried.append(("send and receive", _ring, 1.0))
@@ -50,55 +50,57 @@ def check_collectives(context: CheckContext) -> list[Finding]:
 # tensor, and the group; each returns the result and a function that computes the expected result.
 
 
-def _all_reduce(own, numbers, group):
+def _all_reduce(local_tensor, build_tensor, group):
     """Return the all-reduced tensor and a function for the expected sum."""
-    result = own.clone()
+    result = local_tensor.clone()
     dist.all_reduce(result, group=group)
-    return result, lambda: sum(numbers(each) for each in range(dist.get_world_size()))
+    return result, lambda: sum(build_tensor(rank) for rank in range(dist.get_world_size()))
 
 
-def _reduce_scatter(own, numbers, group):
+def _reduce_scatter(local_tensor, build_tensor, group):
     """Return this rank's reduced chunk and a function for the expected chunk."""
     size = dist.get_world_size()
-    result = own.new_empty(own.numel() // size)
-    dist.reduce_scatter_tensor(result, own, group=group)
-    return result, lambda: sum(numbers(each).chunk(size)[get_rank()] for each in range(size))
+    result = local_tensor.new_empty(local_tensor.numel() // size)
+    dist.reduce_scatter_tensor(result, local_tensor, group=group)
+    return result, lambda: sum(build_tensor(rank).chunk(size)[get_rank()] for rank in range(size))
 
 
-def _all_gather(own, numbers, group):
+def _all_gather(local_tensor, build_tensor, group):
     """Return the all-gathered chunks and a function for the expected tensor."""
     size = dist.get_world_size()
-    result = torch.empty_like(own)
-    dist.all_gather_into_tensor(result, own.chunk(size)[0].contiguous(), group=group)
+    result = torch.empty_like(local_tensor)
+    dist.all_gather_into_tensor(result, local_tensor.chunk(size)[0].contiguous(), group=group)
     # Cloned, since a view would keep each rank's full tensor: 64 MiB per rank.
-    return result, lambda: torch.cat([numbers(each).chunk(size)[0].clone() for each in range(size)])
+    return result, lambda: torch.cat(
+        [build_tensor(rank).chunk(size)[0].clone() for rank in range(size)]
+    )
 
 
-def _ring(own, numbers, group):
+def _ring(local_tensor, build_tensor, group):
     """Send to the next rank; return the previous rank's tensor and the expected one.
 
     The expected tensor is returned as a function that builds it.
     """
     size = dist.get_world_size()
-    result = torch.empty_like(own)
+    result = torch.empty_like(local_tensor)
     destination = (get_rank() + 1) % size
     source = (get_rank() - 1) % size
     operations = [
-        dist.P2POp(dist.isend, own, destination, group),
+        dist.P2POp(dist.isend, local_tensor, destination, group),
         dist.P2POp(dist.irecv, result, source, group),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    return result, lambda: numbers(source)
+    return result, lambda: build_tensor(source)
 
 
-def build_rank_tensor(owner: int, count: int, device: torch.device) -> torch.Tensor:
+def build_rank_tensor(rank: int, count: int, device: torch.device) -> torch.Tensor:
     """Return integers from 0 to 250 that differ by position and rank, float32[count].
 
     Args:
-        owner: Rank that has them.
+        rank: Rank that has them.
     """
-    return ((torch.arange(count, device=device) * (owner + 1) + owner) % _MODULUS).float()
+    return ((torch.arange(count, device=device) * (rank + 1) + rank) % _MODULUS).float()
 
 
 def _check_collective(
@@ -113,8 +115,8 @@ def _check_collective(
     seconds = []
     large = _MEGABYTES[device.type] * 2**20 // 4 // size * size
     for count, repeats in ((_SMALL_COUNT * size, 30), (large, 5)):
-        numbers = partial(build_rank_tensor, count=count, device=device)
-        call = (numbers(get_rank()), numbers, group)
+        build_tensor = partial(build_rank_tensor, count=count, device=device)
+        call = (build_tensor(get_rank()), build_tensor, group)
         output, expected = run(*call)
         wrong = int((output != expected()).sum())
         if wrong:

@@ -80,16 +80,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = flags.parse(DoctorConfig, argv, prog="megaenc doctor", description=__doc__)
     if config.json and not get_rank():
         check_output_file(Path(config.json), "--json")
-    own = RankFindings(get_rank(), socket.gethostname(), [])
+    local_findings = RankFindings(get_rank(), socket.gethostname(), [])
     try:
         with exit_on_sigterm(), CheckRunner(environment) as runner:
             context = CheckContext(config.save, config.timeout, environment)
-            run_checks(runner, config.only or SUBJECTS, context, own.findings)
-            rank_findings = _gather_findings(runner, own, config)
+            run_checks(runner, config.only or SUBJECTS, context, local_findings.findings)
+            rank_findings = _gather_findings(runner, local_findings, config)
     except (SystemExit, KeyboardInterrupt):  # as torchrun does to all when a rank dies
         advice = "by a signal, or because another rank died: see its output above"
-        own.findings.append(_rank_problem("stopped", "before all checks ran", advice))
-        print_rank_0(format_report(own.findings))
+        local_findings.findings.append(_rank_problem("stopped", "before all checks ran", advice))
+        print_rank_0(format_report(local_findings.findings))
         raise
     if get_rank():
         return
@@ -119,16 +119,16 @@ def run_checks(
     A check that fails adds a problem; those that require it are left out.
     """
     checks = [
-        each
-        for each in CHECKS
-        if each.subject in subjects and (each.scope != "node" or get_local_rank() == 0)
+        check
+        for check in CHECKS
+        if check.subject in subjects and (check.scope != "node" or get_local_rank() == 0)
     ]
     failed = set()
     with ProgressLine("checking", len(checks), closing=False) as progress:
-        for number, check in enumerate(checks):
+        for index, check in enumerate(checks):
             if check.requires in failed:
                 continue
-            progress.update(number, description=f"checking {check.subject}: {check.name}")
+            progress.update(index, description=f"checking {check.subject}: {check.name}")
             seconds = TIMEOUT_FACTORS.get(check.subject, 1) * context.timeout
             results, failure = runner.call(
                 check.function, context, *check.arguments, seconds=seconds
@@ -143,36 +143,37 @@ def run_checks(
             elif check.scope != "ranks" and any(finding.level == "problem" for finding in results):
                 runner.kill()  # the process may be damaged: a half-imported module, a lost device
             findings += [
-                replace(each, subject=check.subject, scope=check.scope) for each in results
+                replace(finding, subject=check.subject, scope=check.scope) for finding in results
             ]
 
 
 def _gather_findings(
-    runner: CheckRunner, own: RankFindings, config: DoctorConfig
+    runner: CheckRunner, local_findings: RankFindings, config: DoctorConfig
 ) -> list[RankFindings]:
     """Return the findings of all ranks on rank 0; on other ranks only their own.
 
     Each missing rank is a problem.
     """
     if get_world_size() == 1:
-        return [own]
+        return [local_findings]
     timeout = _GATHER_TIMEOUTS * config.timeout
     function = "megaenc.doctor.cross_rank:gather_findings"
     contents, failure = runner.call(
-        function, json.dumps(asdict(own)), timeout, seconds=timeout + config.timeout
+        function, json.dumps(asdict(local_findings)), timeout, seconds=timeout + config.timeout
     )
     if failure:
-        own.findings.append(
+        local_findings.findings.append(
             _rank_problem(
                 "comparing", failure, "the findings of other ranks are unknown: see their output"
             )
         )
         # Without an exit code: torchrun would kill rank 0, which reports this rank as missing
         if get_rank():
-            print(f"rank {get_rank()} on {own.host}\n{format_report(own.findings)}", flush=True)
+            report = format_report(local_findings.findings)
+            print(f"rank {get_rank()} on {local_findings.host}\n{report}", flush=True)
     if failure or get_rank():
-        return [own]
-    gathered = [own]
+        return [local_findings]
+    gathered = [local_findings]
     for rank in sorted(contents):
         try:
             gathered.append(parse_findings(contents[rank], rank))
@@ -180,7 +181,7 @@ def _gather_findings(
             advice = (
                 "another program writes to torchrun's port: restrict the port to the job's network"
             )
-            own.findings.append(
+            local_findings.findings.append(
                 _rank_problem(f"malformed, rank {rank}", f"its findings: {error}", advice)
             )
     missing = [rank for rank in range(1, get_world_size()) if rank not in contents]
@@ -190,7 +191,7 @@ def _gather_findings(
             "slow ones"
         )
         result = f"no findings from rank {format_ranks(missing)} within {timeout:g} s"
-        own.findings.append(_rank_problem("missing", result, advice))
+        local_findings.findings.append(_rank_problem("missing", result, advice))
     return gathered
 
 

@@ -68,8 +68,8 @@ def join_group(seconds: float) -> None:
     from megaenc.backend.initialize import rendezvous
 
     timeout = timedelta(seconds=seconds)
-    store, own, size = rendezvous(timeout) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
-    dist.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)
+    store, rank, size = rendezvous(timeout) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     dist.barrier()
 
 
@@ -165,15 +165,15 @@ def assess_sharing(observations: list[str]) -> Finding:
 
 def format_ranks(ranks: list[int]) -> str:
     """Return rank numbers as text in ascending order with ranges, such as "0-3, 7"."""
-    starts = [each for each in sorted(ranks) if each - 1 not in ranks]
-    stops = [each for each in sorted(ranks) if each + 1 not in ranks]
+    starts = [rank for rank in sorted(ranks) if rank - 1 not in ranks]
+    stops = [rank for rank in sorted(ranks) if rank + 1 not in ranks]
     return ", ".join(
         f"{first}-{last}" if first < last else str(first)
         for first, last in zip(starts, stops, strict=True)
     )
 
 
-def gather_findings(own_findings: str, timeout: float) -> dict[int, bytes]:
+def gather_findings(local_findings: str, timeout: float) -> dict[int, bytes]:
     """Send the serialized findings of this rank to rank 0, which returns all others.
 
     All ranks call it, and each needs a launcher's environment. The findings pass through the
@@ -181,7 +181,7 @@ def gather_findings(own_findings: str, timeout: float) -> dict[int, bytes]:
     to.
 
     Args:
-        own_findings: JSON of this rank's findings.
+        local_findings: JSON of this rank's findings.
         timeout: Seconds that rank 0 waits.
 
     Returns:
@@ -189,18 +189,18 @@ def gather_findings(own_findings: str, timeout: float) -> dict[int, bytes]:
     """
     import torch.distributed as dist
 
-    store, own_rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     store = dist.PrefixStore("megaenc/doctor", store)
     contents: dict[int, bytes] = {}
-    if own_rank:
-        store.set(str(own_rank), own_findings)
+    if rank:
+        store.set(str(rank), local_findings)
         return contents
     deadline = time.monotonic() + timeout
     missing = set(range(1, size))
     while missing and time.monotonic() < deadline:
         time.sleep(_POLL)
-        for other in sorted(missing):
-            if store.check([str(other)]):
-                contents[other] = store.get(str(other))
+        for other_rank in sorted(missing):
+            if store.check([str(other_rank)]):
+                contents[other_rank] = store.get(str(other_rank))
         missing -= contents.keys()
     return contents

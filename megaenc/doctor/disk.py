@@ -42,22 +42,22 @@ def check_disk_space(context: CheckContext) -> list[Finding]:
     few.
     """
     directory = nearest_existing_dir(Path(context.save))
-    about = os.statvfs(directory)
+    stats = os.statvfs(directory)
     kind = file_system_type(directory, context.root)
-    free = about.f_frsize * about.f_bavail
+    free = stats.f_frsize * stats.f_bavail
     volatile_advice = f"files there are in {_VOLATILE.get(kind)}: give --save a directory on a disk"
     space_advice = (
         "a checkpoint of the 1B model takes 20 GB, one of the 210M model 3 GB: --keep-last limits "
         "their number"
     )
-    text = f"{free / GIB:,.1f} GiB free of {about.f_frsize * about.f_blocks / GIB:,.1f}"
+    text = f"{free / GIB:,.1f} GiB free of {stats.f_frsize * stats.f_blocks / GIB:,.1f}"
     findings = [
         note("directory", f"{directory}, on {kind}", volatile_advice if kind in _VOLATILE else ""),
         note("space", text, space_advice if free < _MIN_FREE_BYTES else ""),
     ]
-    if about.f_files and about.f_favail < 10_000:
+    if stats.f_files and stats.f_favail < 10_000:
         advice = "each checkpoint has a file per rank: remove old files"
-        findings.append(note("files", f"{about.f_favail:,} more can be created", advice))
+        findings.append(note("files", f"{stats.f_favail:,} more can be created", advice))
     return findings
 
 
@@ -93,9 +93,9 @@ def file_system_type(place: Path, root: Path = Path("/")) -> str:
         for mount, kind in mounts
         if f"{place}/".startswith(f"{mount.rstrip('/')}/")
     ]
-    return max(reversed(holding), key=lambda each: each[0], default=(0, "an unknown file system"))[
-        1
-    ]
+    return max(
+        reversed(holding), key=lambda mount: mount[0], default=(0, "an unknown file system")
+    )[1]
 
 
 def check_file_system(context: CheckContext) -> list[Finding]:

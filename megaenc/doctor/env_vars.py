@@ -110,8 +110,8 @@ def _check_variable(name: str, value: str) -> Finding:
 
     Long values are shortened.
     """
-    for pattern, instead in _SECRET_PARTS:
-        value = pattern.sub(instead, value)
+    for pattern, replacement in _SECRET_PARTS:
+        value = pattern.sub(replacement, value)
     text = value if len(value) <= _MAX_LENGTH else value[: _MAX_LENGTH - 3] + "..."
     advice = next(
         (

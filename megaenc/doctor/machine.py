@@ -36,18 +36,18 @@ def check_processors(context: CheckContext) -> list[Finding]:
     It is a note if a CPU quota is below the cores.
     """
     cores = usable_core_count()
-    share = cpu_quota(context.root)
+    quota = cpu_quota(context.root)
     findings = [
         ok("processor", read_processor_name(context.root), mismatch_level="note"),
         ok("cores", f"{cores} of {os.cpu_count()} usable, load {os.getloadavg()[0]:.1f}"),
         check_threads(context, cores),
     ]
-    if share and share < 0.9 * cores:
+    if quota and quota < 0.9 * cores:
         advice = (
             "one thread is started per core: limit the container's cores (--cpuset-cpus) instead "
             "of its CPU time (--cpus)"
         )
-        findings.insert(2, note("CPU quota", f"limited to the time of {share:.3g} cores", advice))
+        findings.insert(2, note("CPU quota", f"limited to the time of {quota:.3g} cores", advice))
     return findings
 
 
@@ -127,13 +127,17 @@ def _read_cgroup(root: Path, file: str) -> list[str]:
         ),
         "0::/",
     )
-    top = root / "sys/fs/cgroup"
-    own = top / line[3:].strip("/")
+    cgroup_root = root / "sys/fs/cgroup"
+    cgroup = cgroup_root / line[3:].strip("/")
     return [
         read_kernel_file(directory / file)
         for directory in (
-            top,
-            *(directory for directory in (own, *own.parents) if top in directory.parents),
+            cgroup_root,
+            *(
+                directory
+                for directory in (cgroup, *cgroup.parents)
+                if cgroup_root in directory.parents
+            ),
         )
     ]
 

@@ -118,27 +118,32 @@ def check_interfaces(context: CheckContext) -> list[Finding]:
     addresses_by_name = psutil.net_if_addrs()
     findings = []
     usable = []
-    owners: dict[str, str] = {}
-    for name, about in psutil.net_if_stats().items():
+    interface_by_address: dict[str, str] = {}
+    for name, stats in psutil.net_if_stats().items():
         addresses = [
-            each.address
-            for each in addresses_by_name.get(name, ())
-            if each.family == socket.AF_INET
+            address.address
+            for address in addresses_by_name.get(name, ())
+            if address.family == socket.AF_INET
         ]
-        if about.isup and addresses:
-            speed = f", {about.speed / 1000:g} Gbit/s" if about.speed else ""
+        if stats.isup and addresses:
+            speed = f", {stats.speed / 1000:g} Gbit/s" if stats.speed else ""
             findings.append(
-                ok(f"interface {name}", f"{', '.join(addresses)}{speed}, MTU {about.mtu}")
+                ok(f"interface {name}", f"{', '.join(addresses)}{speed}, MTU {stats.mtu}")
             )
             usable.append(name)
-            owners |= dict.fromkeys(addresses, name)
+            interface_by_address |= dict.fromkeys(addresses, name)
     try:
-        _, _, own = socket.gethostbyname_ex(socket.gethostname())
+        _, _, host_addresses = socket.gethostbyname_ex(socket.gethostname())
     except OSError:
-        own = []
+        host_addresses = []
     findings.append(check_nccl_interface(context.environment.get("NCCL_SOCKET_IFNAME"), usable))
     findings.append(
-        check_gloo_interface(context.environment.get("GLOO_SOCKET_IFNAME"), usable, own, owners)
+        check_gloo_interface(
+            context.environment.get("GLOO_SOCKET_IFNAME"),
+            usable,
+            host_addresses,
+            interface_by_address,
+        )
     )
     return findings
 
@@ -218,7 +223,7 @@ def check_gloo_interface(
     text = f"lo: the host name resolves to {', '.join(host_addresses) or 'no address'}"
     if not is_multi_node():
         return ok(label, f"{text}; enough on one node")
-    other = next((name for name in usable if not name.startswith(_EXCLUDED)), "INTERFACE")
+    interface = next((name for name in usable if not name.startswith(_EXCLUDED)), "INTERFACE")
     return problem(
-        label, text, f"other nodes cannot reach it: export GLOO_SOCKET_IFNAME={other} on all"
+        label, text, f"other nodes cannot reach it: export GLOO_SOCKET_IFNAME={interface} on all"
     )

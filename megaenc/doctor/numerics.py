@@ -74,15 +74,17 @@ def check_matmul(context: CheckContext) -> list[Finding]:
                 "torch"
             )
             findings.append(problem(name, f"error {error:.2g}, allowed {allowed:.2g}", advice))
-    has = devices.cpu_has_bf16() if backend.is_cpu else backend.has_bf16
-    text = f"{'has' if has else 'no'} instructions for it"
-    advice = "" if has else "runs use float32 by default"
+    has_bf16 = devices.cpu_has_bf16() if backend.is_cpu else backend.has_bf16
+    text = f"{'has' if has_bf16 else 'no'} instructions for it"
+    advice = "" if has_bf16 else "runs use float32 by default"
     if backend.is_cpu:
         faster = rates[torch.bfloat16] > rates[torch.float32]
         text += f"; it is {'faster' if faster else 'slower'} than float32 here"
-        default, other = ("bfloat16", "--no-bf16") if has else ("float32", "--bf16")
+        default, flag = ("bfloat16", "--no-bf16") if has_bf16 else ("float32", "--bf16")
         advice = (
-            "" if has == faster else f"runs use {default} by default: try {other} in a short run"
+            ""
+            if has_bf16 == faster
+            else f"runs use {default} by default: try {flag} in a short run"
         )
     findings.append(note("bfloat16", text, advice, "note"))
     peak = 0.0 if backend.is_cpu else backend.peak_flops(torch.bfloat16)

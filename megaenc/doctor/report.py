@@ -67,11 +67,11 @@ def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
     """
     by_name: dict[tuple[str, str], dict[int, Finding]] = defaultdict(dict)
     ranks_by_scope: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for each in rank_findings:
-        for finding in each.findings:
-            by_name[finding.subject, finding.name][each.rank] = finding
-            ranks_by_scope[finding.subject, finding.scope].append(each.rank)
-    hosts = {each.rank: each.host for each in rank_findings}
+    for entry in rank_findings:
+        for finding in entry.findings:
+            by_name[finding.subject, finding.name][entry.rank] = finding
+            ranks_by_scope[finding.subject, finding.scope].append(entry.rank)
+    hosts = {entry.rank: entry.host for entry in rank_findings}
     merged: list[Finding] = []
     for by_rank in by_name.values():
         first = next(iter(by_rank.values()))
@@ -174,8 +174,8 @@ def format_json(
 
     worst = max((finding.level for finding in findings), key=LEVELS.index, default="ok")
     ranks = [
-        {"rank": each.rank, "host": each.host, "findings": rows(each.findings)}
-        for each in rank_findings
+        {"rank": entry.rank, "host": entry.host, "findings": rows(entry.findings)}
+        for entry in rank_findings
     ]
     return (
         json.dumps(

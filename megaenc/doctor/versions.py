@@ -109,17 +109,17 @@ def check_requirements() -> Finding:
             "packages", "megaenc is not installed: it runs from its source directory", advice
         )
     requirements = [
-        each
-        for each in map(Requirement, texts)
-        if not each.marker or each.marker.evaluate({"extra": ""})
+        requirement
+        for requirement in map(Requirement, texts)
+        if not requirement.marker or requirement.marker.evaluate({"extra": ""})
     ]
     errors = []
-    for each in requirements:
-        version = _installed_version(each.name)
+    for requirement in requirements:
+        version = _installed_version(requirement.name)
         if not version:
-            errors.append(f"{each.name} is missing")
-        elif not each.specifier.contains(version, prereleases=True):
-            errors.append(f"{each.name} {version}, expected {each.specifier}")
+            errors.append(f"{requirement.name} is missing")
+        elif not requirement.specifier.contains(version, prereleases=True):
+            errors.append(f"{requirement.name} {version}, expected {requirement.specifier}")
     if errors:
         return problem("packages", "; ".join(errors), "./install.sh, or pip install these versions")
     return ok(
