@@ -168,20 +168,20 @@ class LayoutCase:
             + norms
         )
 
-    def build_stage(self, number: int) -> PipelineStage:
-        """Return pipeline stage `number`, counted from 0."""
-        layers = sum(self.split[number :: self.num_stages])
-        first = number == 0
-        last = number == self.num_stages - 1
+    def build_stage(self, index: int) -> PipelineStage:
+        """Return pipeline stage `index`, counted from 0."""
+        layers = sum(self.split[index :: self.num_stages])
+        is_first = index == 0
+        is_last = index == self.num_stages - 1
         matrix = self.vocab_rows * self.shape.hidden_size
         # A tied head is a copy on the last stage.
-        own_head = self.shape.untie_embeddings_and_output_weights or not first
+        own_head = self.shape.untie_embeddings_and_output_weights or not is_first
         # The norm of the embedding (--embedding-norm) is in place of one of the first layer.
         head = self.shape.norm_size(self.shape.hidden_size) + self.shape.prediction_head_size
         head += own_head * matrix + self.shape.output_layer_bias * self.vocab_rows
-        parameters = layers * self.layer_parameters + first * matrix + last * head
-        return PipelineStage(number, layers, parameters, first, last)
+        parameters = layers * self.layer_parameters + is_first * matrix + is_last * head
+        return PipelineStage(index, layers, parameters, is_first, is_last)
 
     def build_stages(self) -> list[PipelineStage]:
         """Return all pipeline stages in forward order."""
-        return [self.build_stage(number) for number in range(self.num_stages)]
+        return [self.build_stage(index) for index in range(self.num_stages)]

@@ -192,9 +192,9 @@ def _concat_length_model(
             [visible_pairs(length, window) for length in range(pack + 1)], dtype=np.float64
         )
         shorter = np.cumsum(by_length) - by_length  # of pieces of 1 to m - 1 tokens
-        whole = m.astype(np.int64)
+        longest = m.astype(np.int64)
         pairs = float(
-            (by_length[whole] * (np.abs(d - pack) + 1) + 2 * shorter[whole]).mean() / mean
+            (by_length[longest] * (np.abs(d - pack) + 1) + 2 * shorter[longest]).mean() / mean
         )
     starts = documents if special_tokens.before else 0.0
     return LengthModel(float(squares.mean() / mean), pieces, special, source, pairs, starts)

@@ -43,7 +43,7 @@ def compute_stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineS
     weights = stage.parameters
     in_flight = micro_batches_in_flight(case, stage)
     shared = case.data_parallel_size if case.layout.use_distributed_optimizer else 1
-    activations = in_flight * stage_activation_bytes(case, stage, host=False, work=work)
+    activations = in_flight * stage_activation_bytes(case, stage, is_cpu=False, work=work)
     borders = 2 * case.hidden_bytes / case.sequence_shards if case.num_stages > 1 else 0.0
     embedding = (
         case.vocab_rows * case.shape.hidden_size * case.value_bytes if stage.has_embedding else 0.0
@@ -83,14 +83,14 @@ def compute_save_cost(case: LayoutCase, devices_per_node: int) -> SaveCost:
     """
     per_parameter = case.value_bytes + 8 + 4 * case.bf16
     ranks = min(case.gpus, devices_per_node)
-    share = (
+    rank_bytes = (
         max(stage.parameters for stage in case.build_stages())
         * per_parameter
         / case.data_parallel_size
     )
     rows = case.vocab_rows * case.tensor_parallel_size
     total = case.shape.parameter_count(rows) * per_parameter
-    return SaveCost(total, ranks, ranks * float(CHUNK_BYTES), ranks * share)
+    return SaveCost(total, ranks, ranks * float(CHUNK_BYTES), ranks * rank_bytes)
 
 
 def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
@@ -108,13 +108,13 @@ def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
     )
 
 
-def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
+def layer_activation_bytes(case: LayoutCase, is_cpu: bool) -> dict[str, float]:
     """Return the bytes by part that a layer saves for backward per micro-batch.
 
     They are those of one rank without recomputation.
 
     Args:
-        host: Whether it is a CPU, where attention by sdpa saves its output twice.
+        is_cpu: Whether it is a CPU, where attention by sdpa saves its output twice.
     """
     shape = case.shape
     w = case.value_bytes
@@ -131,7 +131,7 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     # Input and 1 / rms of each; LayerNorm also saves the mean. The outputs of two are saved as the
     # inputs of matrix products.
     norm = w * shape.hidden_size + (8 if shape.normalization == "LayerNorm" else 4)
-    attention = w * queries * host + 4 * shape.num_attention_heads
+    attention = w * queries * is_cpu + 4 * shape.num_attention_heads
     parts = {
         "norms": (shape.norms_per_layer * norm + 2 * w * shape.hidden_size) / case.sequence_shards,
         # q, k, v; the input of the output projection
@@ -144,25 +144,25 @@ def layer_activation_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
 
 
 def stage_activation_bytes(
-    case: LayoutCase, stage: PipelineStage, host: bool, work: ObjectiveWork | None = None
+    case: LayoutCase, stage: PipelineStage, is_cpu: bool, work: ObjectiveWork | None = None
 ) -> float:
     """Return the bytes that a stage's layers save for backward per micro-batch.
 
     They are those of one rank. Recomputed activations, embedding, logits and loss do not count.
 
     Args:
-        host: Whether it is a CPU.
+        is_cpu: Whether it is a CPU.
         work: The objective; None if the last layer computes all positions.
     """
     layout = case.layout
-    parts = layer_activation_bytes(case, host)
+    parts = layer_activation_bytes(case, is_cpu)
     of_layer = sum(parts.values())
     entering = case.hidden_bytes / case.sequence_shards
     if layout.recompute_granularity == "full":
-        method, number = layout.full_recompute
+        method, layer_count = layout.full_recompute
         if method == "uniform":
-            return entering * -(-stage.layers // number)
-        recomputed_layers = min(stage.layers, number * case.virtual_stages)
+            return entering * -(-stage.layers // layer_count)
+        recomputed_layers = min(stage.layers, layer_count * case.virtual_stages)
         return entering * recomputed_layers + of_layer * (stage.layers - recomputed_layers)
     modules = layout.selected_recompute_modules
     if "core_attn" in modules:
@@ -178,11 +178,11 @@ def stage_activation_bytes(
         )
     total = stage.layers * of_layer
     if work and work.unneeded_tokens and stage.has_head and stage.layers:
-        total -= _unneeded_activation_bytes(case, work, host)
+        total -= _unneeded_activation_bytes(case, work, is_cpu)
     return total
 
 
-def _unneeded_activation_bytes(case: LayoutCase, work: ObjectiveWork, host: bool) -> float:
+def _unneeded_activation_bytes(case: LayoutCase, work: ObjectiveWork, is_cpu: bool) -> float:
     """Return the bytes that the last layer saves less per micro-batch.
 
     After its attention it leaves out tokens. On an accelerator its attention saves its whole
@@ -197,7 +197,7 @@ def _unneeded_activation_bytes(case: LayoutCase, work: ObjectiveWork, host: bool
     mlp = 0.0
     if "mlp" not in modules:
         mlp = w / t * (shape.mlp_input_size + shape.ffn_hidden_size * ("activation" not in modules))
-    projection = work.unneeded_tokens if host or "core_attn" in modules else -work.predicted
+    projection = work.unneeded_tokens if is_cpu or "core_attn" in modules else -work.predicted
     return case.packs_at_once * (
         work.unneeded_tokens * (norms + mlp) + projection * w * shape.query_size / t
     )
@@ -208,7 +208,7 @@ def _peak_temporary_bytes(case: LayoutCase, work: ObjectiveWork, stage: Pipeline
     shape = case.shape
     layout = case.layout
     w = case.value_bytes
-    parts = layer_activation_bytes(case, host=False)
+    parts = layer_activation_bytes(case, is_cpu=False)
     # Gradients of one layer.
     inner = (
         w

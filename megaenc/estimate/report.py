@@ -40,8 +40,8 @@ class EstimateReport:
 
     def print(self, console: Console) -> None:
         """Print memory, step times, phases, and the suggested layout's flags."""
-        own = self.estimate
-        case = own.case
+        estimate = self.estimate
+        case = estimate.case
         values = self.to_dict()
         precision = (
             f"{values['parameters'] / 1e6:,.1f}M parameters in {'bf16' if case.bf16 else 'fp32'}"
@@ -56,15 +56,17 @@ class EstimateReport:
             f"{case.gpus:,} x {self.device.name} at {speed} ({self.utilization.source})",
             soft_wrap=True,
         )
-        console.print(_memory_table(own, self.device))
+        console.print(_memory_table(estimate, self.device))
         console.print(_format_save_cost(values["estimate"]["saving"]), soft_wrap=True)
         console.print(self._steps_table(values["estimate"]))
         console.print(self._phases_table(values["estimate"]))
-        price = f", {own.hours * self.price:,.0f} at {self.price:g} an hour" if self.price else ""
-        hint = "; without saving" if own.seconds else ""
-        hours = f"{own.hours:,.{0 if own.hours >= 10 else 2}f} device hours"
+        price = (
+            f", {estimate.hours * self.price:,.0f} at {self.price:g} an hour" if self.price else ""
+        )
+        hint = "; without saving" if estimate.seconds else ""
+        hours = f"{estimate.hours:,.{0 if estimate.hours >= 10 else 2}f} device hours"
         console.print(
-            f"the run: {format_duration(own.seconds)}, {hours}{price}{hint}", soft_wrap=True
+            f"the run: {format_duration(estimate.seconds)}, {hours}{price}{hint}", soft_wrap=True
         )
         for line in self._suggestion_lines():
             console.print(line, soft_wrap=True)
@@ -140,24 +142,24 @@ class EstimateReport:
 
     def _suggestion_lines(self) -> list[str]:
         """Return lines with the suggested layout as flags, or the reason for none."""
-        own = self.estimate
+        estimate = self.estimate
         better = self.suggestion
         if not self.is_searched:
-            return [] if own.fits else ["does not fit"]
+            return [] if estimate.fits else ["does not fit"]
         if better is None:
             return [
                 "does not fit, and no layout on these devices does: "
                 "raise --gpus or choose a larger --gpu"
             ]
-        is_simpler = _count_replica_ranks(better.case) < _count_replica_ranks(own.case)
-        if own.fits and not is_simpler and own.seconds < MIN_SPEEDUP * better.seconds:
+        is_simpler = _count_replica_ranks(better.case) < _count_replica_ranks(estimate.case)
+        if estimate.fits and not is_simpler and estimate.seconds < MIN_SPEEDUP * better.seconds:
             return ["layout: it fits, and no layout is simpler"]
-        if not own.fits:
+        if not estimate.fits:
             gain = "fits"
         elif is_simpler:
             gain = "simpler"
         else:
-            gain = f"{own.seconds / better.seconds:.2f} x as fast"
+            gain = f"{estimate.seconds / better.seconds:.2f} x as fast"
         cost = (
             f"{format_duration(better.seconds)}, {better.hours:,.0f} device hours, "
             f"{better.memory.total / GIB:.1f} GiB"
@@ -279,9 +281,9 @@ def _format_save_cost(saving: dict[str, Any]) -> str:
 def _build_table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     """Return a table with column names and rows."""
     table = Table(box=box.SIMPLE_HEAD)
-    for at, name in enumerate(names):
+    for column, name in enumerate(names):
         table.add_column(
-            name, justify="right" if at else "left", overflow="ellipsis" if at else "fold"
+            name, justify="right" if column else "left", overflow="ellipsis" if column else "fold"
         )
     for row in rows:
         table.add_row(*row)

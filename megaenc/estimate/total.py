@@ -112,7 +112,7 @@ class Estimate:
         return self.seconds * self.case.gpus / 3600
 
 
-def compute_idle_share(case: LayoutCase) -> float:
+def compute_idle_fraction(case: LayoutCase) -> float:
     """Return the share of a step, from 0 to 1, in which stages are idle.
 
     It is (p - 1) of m v + p - 1, with v chunks on each of p stages and m micro-batches.
@@ -131,9 +131,9 @@ def compute_step_seconds(case: LayoutCase, flops: float, speed: float) -> float:
     Args:
         flops: FLOPs of the global batch, both passes, without recomputation.
     """
-    share = case.largest_share * case.data_parallel_size / case.global_batch_size
+    load_ratio = case.largest_share * case.data_parallel_size / case.global_batch_size
     repeated = 4 / 3 if case.layout.recompute_granularity == "full" else 1.0
-    return flops * share * repeated / (speed * (1 - compute_idle_share(case)))
+    return flops * load_ratio * repeated / (speed * (1 - compute_idle_fraction(case)))
 
 
 def estimate_layout(
@@ -177,7 +177,7 @@ def estimate_layout(
     validation = workload.validations * workload.validation_batches * steps[0].seconds / 3
     fits = memory.total <= device.memory
     return Estimate(
-        case, memory, fits, compute_idle_share(case), tuple(steps), tuple(phases), validation
+        case, memory, fits, compute_idle_fraction(case), tuple(steps), tuple(phases), validation
     )
 
 

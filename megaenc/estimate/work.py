@@ -55,10 +55,12 @@ class ObjectiveWork:
         They follow from the squared lengths of documents and bidirectional parts, and in local
         layers from the pairs of tokens within the window.
         """
-        each = shape.attention_flops(1, prefix=0) // shape.num_layers
+        flops_per_pair = shape.attention_flops(1, prefix=0) // shape.num_layers
         local = shape.local_layers
-        global_flops = each * (shape.num_layers - local) * (self.squares + self.visible_squares)
-        return global_flops + each * local * (self.local_pairs + self.visible_local_pairs)
+        global_flops = (
+            flops_per_pair * (shape.num_layers - local) * (self.squares + self.visible_squares)
+        )
+        return global_flops + flops_per_pair * local * (self.local_pairs + self.visible_local_pairs)
 
     def head_flops(self, shape: ModelConfig, vocab_size: int) -> float:
         """Return the FLOPs of output layer and prediction head of a pack, both passes.
@@ -132,9 +134,9 @@ def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> 
             works = [
                 (
                     compute_objective_work(choice.start, choice.end, config, docs),
-                    share * (last - first + 1),
+                    fraction * (last - first + 1),
                 )
-                for choice, share in pairs
+                for choice, fraction in pairs
             ]
             batches = _count_batch_sizes(config, first, last)
             phases.append(PhaseWork(phase.text, first, last, tuple(works), batches, phase.passes))

@@ -7,7 +7,7 @@ from cases import DEVICE, SHAPE, WORK, case, workload
 
 from megaenc.estimate.devices import ASSUMED, DEVICES
 from megaenc.estimate.total import (
-    compute_idle_share,
+    compute_idle_fraction,
     estimate_layout,
     find_simplest_layout,
     format_layout_flags,
@@ -62,7 +62,7 @@ def test_stages_idle_for_p_minus_1_of_m_plus_p_minus_1(stages, count, virtual):
         **parts,
     )
     idle = (stages - 1) / virtual
-    assert compute_idle_share(laid) == pytest.approx(idle / (count + idle))
+    assert compute_idle_fraction(laid) == pytest.approx(idle / (count + idle))
 
 
 def test_a_layout_that_does_not_fit_gets_one_that_does():

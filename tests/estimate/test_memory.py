@@ -198,11 +198,11 @@ def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
         encoder(torch.arange(rows)[None], torch.arange(rows), packing, Predictions(torch.arange(9)))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)
     stage = one.build_stage(0)
-    a_layer = stage_activation_bytes(one, stage, host=True) / 3
+    a_layer = stage_activation_bytes(one, stage, is_cpu=True) / 3
     assert results[1] - results[0] == pytest.approx(a_layer, rel=0.03)
     squares = (100**2 + 156**2) / 4
     a_pack = ObjectiveWork("mlm", 64, 9 / 4, squares, squares)
-    last = stage_activation_bytes(one, stage, host=True, work=a_pack) - 2 * a_layer
+    last = stage_activation_bytes(one, stage, is_cpu=True, work=a_pack) - 2 * a_layer
     assert results[2] - results[1] == pytest.approx(last, rel=0.05)
 
 
@@ -211,7 +211,7 @@ def test_recomputation_keeps_less():
 
     def activations(**recompute):
         layout = case(FOUR_LAYERS, **recompute)
-        return stage_activation_bytes(layout, layout.build_stage(0), host=True)
+        return stage_activation_bytes(layout, layout.build_stage(0), is_cpu=True)
 
     full = activations(recompute_granularity="full")
     block = activations(
@@ -223,9 +223,9 @@ def test_recomputation_keeps_less():
 
 def test_sequence_parallelism_shards_norms_and_borders():
     tensor_parallel = dict(gpus=2, tensor_model_parallel_size=2)
-    plain = layer_activation_bytes(case(**tensor_parallel), host=False)
-    sharded = layer_activation_bytes(case(**tensor_parallel, sequence_parallel=True), host=False)
+    plain = layer_activation_bytes(case(**tensor_parallel), is_cpu=False)
+    sharded = layer_activation_bytes(case(**tensor_parallel, sequence_parallel=True), is_cpu=False)
     assert sharded["norms"] == plain["norms"] / 2
     assert all(sharded[name] == plain[name] for name in plain if name != "norms")
-    one = layer_activation_bytes(case(), host=False)
+    one = layer_activation_bytes(case(), is_cpu=False)
     assert plain["mlp"] == one["mlp"] / 2 and plain["norms"] == one["norms"]
