@@ -45,7 +45,7 @@ from megaenc.viz.style import (
 _FORMATS = (".png", ".pdf", ".svg")
 # Also on a named validation set: NAME/pseudo_perplexity(...).
 _SHIFTED = re.compile(rf"(?P<measure>([^(/]+/)?{PseudoPerplexity.name}\(.*),shift=(?P<shift>\d+)\)")
-_LETTER = 0.0125  # width of a letter, as a share of the panel's width
+_LETTER = 0.0125  # width of a letter, as a fraction of the panel's width
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class PlottedPhase:
     """float64[R], positions of the logged steps with a loss"""
     loss: np.ndarray
     """float64[R]"""
-    share: float = 1.0
-    """share of the section's logged steps with this objective"""
-    top: float = 1.0
-    """upper edge of its background, as a share of the panel's height; the objectives of a section
-    are stacked"""
+    fraction: float = 1.0
+    """fraction of the section's logged steps with this objective"""
+    band_top: float = 1.0
+    """upper edge of its background, as a fraction of the panel's height; those of a section's
+    objectives are stacked"""
 
     @property
     def smoothed(self) -> np.ndarray:
@@ -88,10 +88,10 @@ class PlottedPhase:
         """
         half = max(1, len(self.loss) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.loss)])
-        at = np.arange(len(self.loss))
-        back = np.minimum(half, at)
-        ahead = np.minimum(back, len(at) - 1 - at)
-        return (sums[at + ahead + 1] - sums[at - back]) / (back + ahead + 1)
+        index = np.arange(len(self.loss))
+        back = np.minimum(half, index)
+        ahead = np.minimum(back, len(index) - 1 - index)
+        return (sums[index + ahead + 1] - sums[index - back]) / (back + ahead + 1)
 
 
 def split_phases(
@@ -112,30 +112,32 @@ def split_phases(
         before = start_progress["step"]
         start = start_progress[against]
     short_steps = (steps[-1]["step"] - before) / 50
-    stretches: list[list[Row]] = []
+    sections: list[list[Row]] = []
     short_before = False
     for _, rows in itertools.groupby(steps, key=lambda row: row["phase"]):
         group = list(rows)
         short = group[-1]["step"] - before < short_steps
         before = group[-1]["step"]
         if short and short_before:
-            stretches[-1] += group
+            sections[-1] += group
         else:
-            stretches.append(group)
+            sections.append(group)
         short_before = short
     phases = []
-    for stretch in stretches:
-        top = 1.0
-        for objective in dict.fromkeys(row["objective"] for row in stretch):
-            rows = [row for row in stretch if row["objective"] == objective]
+    for section in sections:
+        band_top = 1.0
+        for objective in dict.fromkeys(row["objective"] for row in section):
+            rows = [row for row in section if row["objective"] == objective]
             # a batch without targets has no loss
             scored = [row for row in rows if row["loss"] is not None]
             x = np.array([row[against] for row in scored], dtype=np.float64)
             loss = np.array([row["loss"] for row in scored], dtype=np.float64)
-            share = len(rows) / len(stretch)
-            phases.append(PlottedPhase(objective, start, stretch[-1][against], x, loss, share, top))
-            top = max(top - share, 0.0)
-        start = stretch[-1][against]
+            fraction = len(rows) / len(section)
+            phases.append(
+                PlottedPhase(objective, start, section[-1][against], x, loss, fraction, band_top)
+            )
+            band_top = max(band_top - fraction, 0.0)
+        start = section[-1][against]
     return phases
 
 
@@ -187,10 +189,16 @@ def draw_run(
         _draw_corpora(others[-1], validation_rows, against)
     for phase in phases:
         colour, _ = style[phase.objective]
-        bottom = max(phase.top - phase.share, 0.0)
+        bottom = max(phase.band_top - phase.fraction, 0.0)
         for panel in (loss, rate):
             panel.axvspan(
-                phase.start, phase.end, bottom, phase.top, color=colour, alpha=0.07, linewidth=0
+                phase.start,
+                phase.end,
+                bottom,
+                phase.band_top,
+                color=colour,
+                alpha=0.07,
+                linewidth=0,
             )
     _draw_losses(loss, phases, validations, style)
     _draw_rate(rate, steps, against)
@@ -237,7 +245,7 @@ def _draw_losses(
             labelled.add(phase.objective)
             panel.text(
                 (phase.start + phase.end) / 2,
-                phase.top - 0.03,
+                phase.band_top - 0.03,
                 phase.objective,
                 color=colour,
                 fontweight="bold",
@@ -371,9 +379,9 @@ def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
         InputError: A run is given twice.
     """
     paths = [Path(run).resolve() for run in runs]
-    for at, path in enumerate(paths):
-        if path in paths[:at]:
-            raise InputError(f"{runs[at]}: given twice, expected different runs")
+    for index, path in enumerate(paths):
+        if path in paths[:index]:
+            raise InputError(f"{runs[index]}: given twice, expected different runs")
     count = 0
     names = []
     while len(set(names)) < len(paths):
@@ -403,16 +411,20 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     """
     from matplotlib.figure import Figure
 
-    merged = {name: _merge_shifts(each) for name, each in curves.items()}
+    merged = {name: _merge_shifts(run_curves) for name, run_curves in curves.items()}
     curves = {name: run_curves for name, (run_curves, _) in merged.items()}
     shifts = {name: run_shifts for name, (_, run_shifts) in merged.items()}
-    objectives = list(dict.fromkeys(objective for each in curves.values() for objective in each))
+    objectives = list(
+        dict.fromkeys(objective for run_curves in curves.values() for objective in run_curves)
+    )
     shared = [
-        objective for objective in objectives if all(objective in each for each in curves.values())
+        objective
+        for objective in objectives
+        if all(objective in run_curves for run_curves in curves.values())
     ]
     if not shared:
         objectives_by_run = "; ".join(
-            f"{name} has {', '.join(each) or 'none'}" for name, each in curves.items()
+            f"{name} has {', '.join(run_curves) or 'none'}" for name, run_curves in curves.items()
         )
         raise InputError(
             f"no objective that all runs were validated under: {objectives_by_run}; expected one "
@@ -425,9 +437,9 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for panel, objective in zip(panels, shared, strict=False):
         is_perplexity = is_pseudo_perplexity(objective)
-        for at, (name, each) in enumerate(curves.items()):
+        for index, (name, run_curves) in enumerate(curves.items()):
             colour, marker = style[name]
-            x, losses = each[objective]
+            x, losses = run_curves[objective]
             last = f"{losses[-1]:.3f}"
             if is_perplexity:
                 last += f", {compute_perplexity(losses[-1]):,.1f}{shifts[name].get(objective, '')}"
@@ -440,13 +452,13 @@ def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple
                 markersize=4,
                 markevery=max(1, len(x) // 12),
                 linewidth=1.6,
-                zorder=3 + at,
+                zorder=3 + index,
                 label=f"{name}  ({last})",
             )
         panel.set_title(objective, loc="left", fontsize=11, fontweight="bold")
         panel.set_xlabel(AXIS_LABELS[against])
         panel.set_ylabel("held-out loss (nats a predicted token)")
-        panel.set_xlim(0, max(each[objective][0][-1] for each in curves.values()) or 1)
+        panel.set_xlim(0, max(run_curves[objective][0][-1] for run_curves in curves.values()) or 1)
         panel.margins(y=0.08)
         title = "run (last loss, perplexity)" if is_perplexity else "run (last loss)"
         panel.legend(**LEGEND, title=title, title_fontsize=9, alignment="left", loc="best")

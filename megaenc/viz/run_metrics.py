@@ -38,7 +38,7 @@ def _drop_nan(value: Any) -> Any:
 
 _Loss = Annotated[Number | None, BeforeValidator(_drop_nan)]
 """Loss, or None if it was NaN or infinite."""
-_Share = Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_drop_nan)]
+_Fraction = Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(_drop_nan)]
 
 
 class _StepRow(TypedDict):
@@ -61,8 +61,8 @@ class _HeldOutScores(TypedDict):
 
     __pydantic_config__ = JSON_OBJECT
     loss: _Loss
-    accuracy: _Share
-    most_frequent: _Share
+    accuracy: _Fraction
+    most_frequent: _Fraction
     by_position: NotRequired[dict[Text, _Loss]]
     by_corpus: NotRequired[dict[Text, _Loss]]
 
@@ -250,18 +250,18 @@ def is_pseudo_perplexity(objective: str) -> bool:
     return f"{PseudoPerplexity.name}(" in objective
 
 
-def training_seconds(steps: list[Row], before: int = 0) -> float:
-    """Return the seconds in training steps after step `before`.
+def training_seconds(steps: list[Row], start_step: int = 0) -> float:
+    """Return the seconds in training steps after step `start_step`.
 
     A step that was not logged counts as the next logged one.
 
     Args:
-        steps: Rows of metrics.jsonl, all after `before`.
+        steps: Rows of metrics.jsonl, all after `start_step`.
     """
     seconds = 0.0
     for row in steps:
-        seconds += row["step_seconds"] * (row["step"] - before)
-        before = row["step"]
+        seconds += row["step_seconds"] * (row["step"] - start_step)
+        start_step = row["step"]
     return seconds
 
 
@@ -280,8 +280,8 @@ def _read_rows(path: Path, kind: TypeAdapter[Any], needed: tuple[str, ...]) -> l
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}; expected {_EXPECTED}") from None
     rows: list[Row] = []
-    for number, line in enumerate(content.split(b"\n")[:-1], 1):
-        place = f"{path}:{number}"
+    for line_number, line in enumerate(content.split(b"\n")[:-1], 1):
+        place = f"{path}:{line_number}"
         if len(line) > _LONGEST_ROW:
             raise InputError(
                 f"{place}: a line of {len(line):,} bytes; expected at most {_LONGEST_ROW:,}"

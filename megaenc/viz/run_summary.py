@@ -148,17 +148,21 @@ def build_table(summary: RunSummary) -> Any:
         "after / that",
     ):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in summary.gains:
-        table.add_row(f"{one.objective}: loss", *(f"{loss:.3f}" for loss in one.loss))
-        for prefix, losses in one.corpora.items():
+    for gain in summary.gains:
+        table.add_row(f"{gain.objective}: loss", *(f"{loss:.3f}" for loss in gain.loss))
+        for prefix, losses in gain.corpora.items():
             table.add_row(f"  of {prefix}", *(f"{loss:.3f}" for loss in losses))
-        shares = [f"{100 * share:.1f} %" for share in (*one.accuracy, one.most_frequent)]
-        if is_pseudo_perplexity(one.objective):
+        percentages = [
+            f"{100 * fraction:.1f} %" for fraction in (*gain.accuracy, gain.most_frequent)
+        ]
+        if is_pseudo_perplexity(gain.objective):
             table.add_row(
-                f"{one.objective}: perplexity",
-                *(f"{compute_perplexity(loss):,.1f}" for loss in one.loss),
+                f"{gain.objective}: perplexity",
+                *(f"{compute_perplexity(loss):,.1f}" for loss in gain.loss),
             )
-        table.add_row(f"{one.objective}: accuracy", *shares, f"{one.times_most_frequent:.1f} x")
+        table.add_row(
+            f"{gain.objective}: accuracy", *percentages, f"{gain.times_most_frequent:.1f} x"
+        )
     return table
 
 

@@ -29,7 +29,7 @@ SKY_BLUE = "#56B4E9"
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY_BLUE)
 # one more than colours, so that pairs repeat only after 42 names
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLES = [(_COLOURS[number % 6], _MARKERS[number % 7]) for number in range(42)]
+STYLES = [(_COLOURS[index % 6], _MARKERS[index % 7]) for index in range(42)]
 """All pairs of a colour and a marker, in the order in which lines get them."""
 
 

@@ -139,7 +139,7 @@ def test_a_step_without_a_target_leaves_no_point():
 
 def stretches(rows, **options):
     return [
-        (phase.objective, phase.start, phase.end, phase.share)
+        (phase.objective, phase.start, phase.end, phase.fraction)
         for phase in plot.split_phases(rows, **options)
     ]
 
