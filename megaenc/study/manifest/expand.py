@@ -133,26 +133,29 @@ class PlannedModel:
         own steps from 1, without a parent's; the parent's are in the key as well. In mixtures,
         parts of steps are rounded. Whether `step` is before the decay is not checked.
         """
-        on_the_way = replace(self.key, decayed=False, budget=self.steps)
+        intermediate = replace(self.key, decayed=False, budget=self.steps)
         if self.key.cpt_mlm_steps:
-            return replace(on_the_way, cpt_mlm_steps=step)
+            return replace(intermediate, cpt_mlm_steps=step)
         clm = round(
-            sum(share * _count_clm_steps(phase) for phase, share in self.phase_shares(0, step))
+            sum(
+                fraction * _count_clm_steps(phase)
+                for phase, fraction in self.phase_fractions(0, step)
+            )
         )
         mask = self.key.mask_ratio if clm < step else None
-        return replace(on_the_way, clm_steps=clm, mlm_steps=step - clm, mask_ratio=mask)
+        return replace(intermediate, clm_steps=clm, mlm_steps=step - clm, mask_ratio=mask)
 
-    def phase_shares(self, after: int, last: int) -> list[tuple[PhaseWork, float]]:
+    def phase_fractions(self, after: int, last: int) -> list[tuple[PhaseWork, float]]:
         """Return each phase with the share of its steps that are in after + 1..last.
 
         Returns:
             (phase, share) for all phases in order, with shares from 0 (outside) to 1.
         """
-        shares = []
+        fractions = []
         for phase in self.phases:
             count = max(0, min(last, phase.last) - max(after, phase.first - 1))
-            shares.append((phase, count / (phase.last - phase.first + 1)))
-        return shares
+            fractions.append((phase, count / (phase.last - phase.first + 1)))
+        return fractions
 
     def checkpoint_name(self, step: int) -> str:
         """Return the name of the checkpoint at `step`: the model's with `-STEP`.
@@ -230,7 +233,7 @@ def _check_entry(entry: ManifestEntry) -> None:
             "`mask` or a `schedule`: everything else is the parent's",
         ),
     ):
-        conflicting = [other for other in conflicts if getattr(entry, other)]
+        conflicting = [conflict for conflict in conflicts if getattr(entry, conflict)]
         if getattr(entry, name) and conflicting:
             raise InputError(
                 f"found `{conflicting[0]}` together with `{name}`, expected {expected}"
@@ -340,11 +343,11 @@ def _expand_entry(
         if base.size not in sizes:
             suggestion = format_suggestion(base.size, sizes)
             raise InputError(f"field `size`: found {truncate_text(base.size)}{suggestion}")
-        own_flags = dict(entry.pretrain)
+        entry_flags = dict(entry.pretrain)
         if rate is not None:
-            own_flags["lr"] = rate
+            entry_flags["lr"] = rate
         no_warmup = {"lr_warmup_iters": 0, "lr_warmup_fraction": None} if parent else {}
-        flags = {**pretrain, **sizes[base.size], **no_warmup, **own_flags}
+        flags = {**pretrain, **sizes[base.size], **no_warmup, **entry_flags}
         if (base.size, rate) not in runs:
             runs[base.size, rate] = build_run_config(flags)
             check_run_config(runs[base.size, rate])
@@ -352,7 +355,7 @@ def _expand_entry(
         warmup, decay = warmup_and_decay_steps(run.learning_rate, steps)
         differences = [
             f"{flag}={value:g}" if isinstance(value, float) else f"{flag}={value}"
-            for flag, value in own_flags.items()
+            for flag, value in entry_flags.items()
         ]
         if parent:
             differences.append(parent.distinguishing_flags)
@@ -400,7 +403,7 @@ def _build_schedules(entry: ManifestEntry, steps: int) -> list[str]:
             "of the run"
         )
     clm = entry.clm_steps or [
-        math.floor(share * steps + 0.5) for share in entry.clm_share or (0.0,)
+        math.floor(fraction * steps + 0.5) for fraction in entry.clm_share or (0.0,)
     ]
     if min(clm) < steps and not entry.mask:
         expected = (

@@ -227,8 +227,8 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
             )
         check_pretrain_flags(f"sizes: {size}", flag_values)
     entries = [
-        _build_entry(number, flag_values, data_dir)
-        for number, flag_values in enumerate(sections.models, 1)
+        _build_entry(index, flag_values, data_dir)
+        for index, flag_values in enumerate(sections.models, 1)
     ]
     sizes = {
         str(size): resolve_flag_paths(flag_values, data_dir)
@@ -295,8 +295,8 @@ def _check_values(place: str, value: Any) -> None:
             _check_values(place, key)
             _check_values(f"{place}.{_format_value(key)}", part)
     elif isinstance(value, list):
-        for number, part in enumerate(value, 1):
-            _check_values(f"{place} {number}", part)
+        for index, part in enumerate(value, 1):
+            _check_values(f"{place} {index}", part)
 
 
 def _format_value(value: Any) -> str:
@@ -307,8 +307,8 @@ def _format_value(value: Any) -> str:
     return truncate_text(text, 60)
 
 
-def _build_entry(number: int, values: Any, data_dir: Path) -> ManifestEntry:
-    place = f"models, entry {number}"
+def _build_entry(index: int, values: Any, data_dir: Path) -> ManifestEntry:
+    place = f"models, entry {index}"
     if not isinstance(values, dict):
         raise InputError(
             f"{place}: found {truncate_text(repr(values))}, expected keys such as size, steps, "

@@ -67,11 +67,11 @@ def _format_counts(graph: StageGraph) -> str:
     """Return the numbers of models and intermediate checkpoints."""
     models = graph.manifest.models
     evaluated = sum(model.evaluate for model in models)
-    on_the_way = len(graph.exports) - evaluated
+    intermediate = len(graph.exports) - evaluated
     unevaluated = len(models) - evaluated
     text = format_count(len(models), "model")
-    if on_the_way:
-        text += f" and {format_count(on_the_way, 'intermediate checkpoint')}"
+    if intermediate:
+        text += f" and {format_count(intermediate, 'intermediate checkpoint')}"
     if not evaluated:
         return f"{text}, none of them evaluated"
     if unevaluated:
@@ -121,7 +121,7 @@ def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
         (rates, "rate"),
         (seeds, "seed"),
     )
-    product = " x ".join(format_count(number, noun) for number, noun in axes)
+    product = " x ".join(format_count(count, noun) for count, noun in axes)
     yield f"fine-tuning: {format_count(results, 'result')}, {product}"
     if cost.finetune_runs != results:
         runs = format_count(cost.finetune_runs, "run")

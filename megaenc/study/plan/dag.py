@@ -159,12 +159,12 @@ def _build_grids(
             text for text in flags["datasets"] if dataset_result_name(text) in training.datasets
         )
         flags_by_training[training] = {**flags, "datasets": datasets}
-    for name, (training, own_flags) in itertools.product(models, flags_by_training.items()):
+    for name, (training, training_flags) in itertools.product(models, flags_by_training.items()):
         yield FinetuneStage(
             study=study,
             name=name,
             training=training,
-            flags=own_flags,
+            flags=training_flags,
             protocol=protocol,
             data=data,
             jobs=jobs,
@@ -239,13 +239,13 @@ def _choose_start(
     """
     parent = ""
     branch_step = 0
-    for other in candidates:
-        shared = count_shared_steps(model, other)
-        shared = _find_branch_step(study / "runs" / other.name, shared) if study else shared
-        kind, _, other_branch_step = starts[other.name]
+    for candidate in candidates:
+        shared = count_shared_steps(model, candidate)
+        shared = _find_branch_step(study / "runs" / candidate.name, shared) if study else shared
+        kind, _, candidate_branch_step = starts[candidate.name]
         # Only at a step that the other run trains itself.
-        if shared > branch_step and (kind != "branch" or shared > other_branch_step):
-            parent = other.name
+        if shared > branch_step and (kind != "branch" or shared > candidate_branch_step):
+            parent = candidate.name
             branch_step = shared
     return ("branch", parent, branch_step) if parent else _unshared_start(model)
 
@@ -303,26 +303,26 @@ def _find_branch_step(run: Path, step: int) -> int:
     )
 
 
-def count_shared_steps(model: PlannedModel, other: PlannedModel) -> int:
+def count_shared_steps(first: PlannedModel, second: PlannedModel) -> int:
     """Return the number of first steps that two models have in common.
 
     Steps are common if their objectives are the same and neither model's rate has begun to decay.
     A phase within which an option changes is shared as a whole or not at all. Flags, warm-up, seed
     and parent are not compared: the caller makes sure that they are equal.
     """
-    phases = model.phases
-    other_phases = other.phases
-    index = other_index = step = 0
+    first_phases = first.phases
+    second_phases = second.phases
+    first_index = second_index = step = 0
     while (
-        index < len(phases)
-        and other_index < len(other_phases)
-        and phases[index].text == other_phases[other_index].text
+        first_index < len(first_phases)
+        and second_index < len(second_phases)
+        and first_phases[first_index].text == second_phases[second_index].text
     ):
-        end = phases[index].last
-        other_end = other_phases[other_index].last
-        if end != other_end and "->" in phases[index].text:
+        first_end = first_phases[first_index].last
+        second_end = second_phases[second_index].last
+        if first_end != second_end and "->" in first_phases[first_index].text:
             break
-        step = min(end, other_end)
-        index += end == step
-        other_index += other_end == step
-    return min(step, model.last_undecayed_step, other.last_undecayed_step)
+        step = min(first_end, second_end)
+        first_index += first_end == step
+        second_index += second_end == step
+    return min(step, first.last_undecayed_step, second.last_undecayed_step)

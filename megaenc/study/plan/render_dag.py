@@ -83,10 +83,10 @@ def format_tree(graph: StageGraph) -> Iterator[str]:
     intermediate checkpoints.
     """
     rows = layout_rows(graph)
-    on_the_way: dict[str, list[int]] = defaultdict(list)
+    intermediate: dict[str, list[int]] = defaultdict(list)
     for export in graph.exports.values():
         if not export.key.decayed:
-            on_the_way[export.run].append(export.step)
+            intermediate[export.run].append(export.step)
     width = max(len(row.rails + row.run.name) for row in rows)
     size = ""
     for row in rows:
@@ -107,7 +107,7 @@ def format_tree(graph: StageGraph) -> Iterator[str]:
             text += ", inferred"
         if not model.evaluate:
             text += "  (not evaluated)"
-        steps = sorted(on_the_way[run.name])
+        steps = sorted(intermediate[run.name])
         if steps:
             text += f"  also evaluated at {' '.join(f'{step:,}' for step in steps)}"
         yield f"  {row.rails + run.name:<{width}}  {start:<16}  {f'+{run.steps:,}':>9}  {text}"
@@ -115,10 +115,10 @@ def format_tree(graph: StageGraph) -> Iterator[str]:
 
 def _format_phases(run: PretrainStage) -> str:
     """Return a run's own phases, as `CLM to 10,000, MLM 40 % to 42,000`."""
-    own_phases = [phase for phase in run.model.phases if phase.last > run.branch_step]
-    texts = [f"{format_phase(phase)} to {phase.last:,}" for phase in own_phases[:_MAX_PHASES]]
-    more = len(own_phases) - _MAX_PHASES
-    return ", ".join(texts) + (f", ... {more} more to {own_phases[-1].last:,}" if more > 0 else "")
+    phases = [phase for phase in run.model.phases if phase.last > run.branch_step]
+    texts = [f"{format_phase(phase)} to {phase.last:,}" for phase in phases[:_MAX_PHASES]]
+    more = len(phases) - _MAX_PHASES
+    return ", ".join(texts) + (f", ... {more} more to {phases[-1].last:,}" if more > 0 else "")
 
 
 def format_phase(phase: PhaseWork) -> str:
@@ -194,14 +194,14 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
     positions_by_run = {
         row.run.name: (row.offset, y) for row, y in zip(rows, positions, strict=True)
     }
-    on_the_way = [
+    intermediate = [
         (export.step, *positions_by_run[export.run])
         for export in graph.exports.values()
         if not export.key.decayed
     ]
     panel.scatter(
-        [step + offset for step, offset, _ in on_the_way],
-        [y for *_, y in on_the_way],
+        [step + offset for step, offset, _ in intermediate],
+        [y for *_, y in intermediate],
         s=14,
         zorder=3,
         facecolor="white",
@@ -221,7 +221,7 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
     panel.set_axisbelow(True)
     panel.set_title(title, loc="left", fontsize=11, pad=10)
     handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    if on_the_way:
+    if intermediate:
         handles.append(
             Line2D(
                 [],
@@ -255,12 +255,14 @@ def _row_positions(rows: list[DagRow]) -> list[float]:
 
     There is more room around trunks with branches and between sizes.
     """
-    places = [0.0]
+    positions = [0.0]
     for before, row, after in zip(rows, rows[1:], [*rows[2:], None], strict=False):
         branched = before.rails or (after is not None and after.rails)
-        other = row.run.model.key.size != before.run.model.key.size
-        places.append(places[-1] + (1.7 if not row.rails and (branched or other) else 1.0))
-    return places
+        is_new_size = row.run.model.key.size != before.run.model.key.size
+        positions.append(
+            positions[-1] + (1.7 if not row.rails and (branched or is_new_size) else 1.0)
+        )
+    return positions
 
 
 def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
@@ -301,9 +303,9 @@ def _choose_phase_colours(rows: list[DagRow]) -> Mapping[str, Any]:
         if name.startswith("MLM ")
     )
     colours: dict[str, Any] = {"CLM": BLUE} if "CLM" in parts else {}
-    for number, (_, name) in enumerate(masks):
-        depth = 1.0 if len(masks) == 1 else 0.4 + 0.6 * number / (len(masks) - 1)
+    for index, (_, name) in enumerate(masks):
+        depth = 1.0 if len(masks) == 1 else 0.4 + 0.6 * index / (len(masks) - 1)
         colours[name] = to_hex([1 - depth * (1 - channel) for channel in to_rgb(ORANGE)])
     others = [name for name in parts if name not in colours]
     spare = [colour for colour, _ in STYLES[2:6]] + ["#6A3D9A", "#8C8C8C"]
-    return colours | {name: spare[number % len(spare)] for number, name in enumerate(others)}
+    return colours | {name: spare[index % len(spare)] for index, name in enumerate(others)}

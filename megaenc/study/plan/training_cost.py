@@ -42,8 +42,8 @@ def compute_training_cost(
     packs = config.global_batch_size
     vocab_size = manifest.vocab_size(model)
     parts = [
-        (share * steps * phase.passes * packs, work)
-        for phase, share in model.phase_shares(after, last)
+        (fraction * steps * phase.passes * packs, work)
+        for phase, fraction in model.phase_fractions(after, last)
         for work, steps in phase.parts
     ]
     flops = sum(reads * work.flops(config.shape, vocab_size) for reads, work in parts)

@@ -350,4 +350,4 @@ def device_slots(jobs: int) -> list[str]:
     """
     devices = select_visible_devices(len(accelerator_names()))[1]
     count = jobs or len(devices) or usable_core_count()
-    return [devices[number % len(devices)] if devices else "" for number in range(count)]
+    return [devices[index % len(devices)] if devices else "" for index in range(count)]

@@ -21,36 +21,36 @@ class EtaEstimator:
             stages: In an order in which each stage is after those that it needs.
         """
         self._stages = {stage.id: stage for stage in stages}
-        self._shares: dict[str, float] = {}
+        self._fractions: dict[str, float] = {}
         # By kind: seconds, work.
         self._durations: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for stage in self._stages.values():
-            self._shares[stage.id] = float(stage.is_done())
-            attempts = read_attempts(log_path(study, stage.id)) if self._shares[stage.id] else []
+            self._fractions[stage.id] = float(stage.is_done())
+            attempts = read_attempts(log_path(study, stage.id)) if self._fractions[stage.id] else []
             seconds = total_seconds(attempts)
             was_killed = any(attempt.end_time is None for attempt in attempts)
             if seconds and not was_killed:
                 self.record_duration(stage, seconds)
 
-    def record_duration(self, stage: StageRunner, seconds: float, share: float = 1.0) -> None:
-        """Mark a stage as done; `share` of its work, from 0 to 1, took `seconds`.
+    def record_duration(self, stage: StageRunner, seconds: float, fraction: float = 1.0) -> None:
+        """Mark a stage as done; `fraction` of its work, from 0 to 1, took `seconds`.
 
         The durations of all stages of a kind add up.
         """
-        self._shares[stage.id] = 1.0
+        self._fractions[stage.id] = 1.0
         sums = self._durations[_stage_kind(stage)]
         sums[0] += seconds
-        sums[1] += share * stage.work
+        sums[1] += fraction * stage.work
 
-    def record_progress(self, stage: StageRunner, share: float) -> None:
+    def record_progress(self, stage: StageRunner, fraction: float) -> None:
         """Set the completed share of a stage, from 0 to 1."""
-        self._shares[stage.id] = share
+        self._fractions[stage.id] = fraction
 
     def _remaining(self, stage: StageRunner) -> float | None:
         """Return the remaining seconds of a stage; None if they are unknown."""
         seconds, work = self._durations[_stage_kind(stage)]
         total = seconds * stage.work / work if work else stage.planned_seconds
-        return None if total is None else total * (1 - self._shares[stage.id])
+        return None if total is None else total * (1 - self._fractions[stage.id])
 
     def remaining_seconds(self, slots: int) -> float | None:
         """Return the seconds left with `slots` processes at a time; None if unknown.
@@ -61,7 +61,7 @@ class EtaEstimator:
         remaining = [
             (stage.processes, self._remaining(stage))
             for id, stage in self._stages.items()
-            if self._shares[id] < 1
+            if self._fractions[id] < 1
         ]
         if any(seconds is None for _, seconds in remaining):
             return None

@@ -36,8 +36,8 @@ class _RunningStage:
     child: ChildProcess
     slots: list[str]
     lock: contextlib.ExitStack
-    share: float
-    """share of the stage, from 0 to 1, that was done before"""
+    initial_fraction: float
+    """fraction of the stage, from 0 to 1, that was done before"""
     start_time: float = field(default_factory=time.monotonic)
 
 
@@ -224,7 +224,7 @@ class _Executor:
         self.free_slots += running.slots
         if not commands:
             self.finished.add(stage.id)
-            self.eta.record_duration(stage, seconds, 1 - running.share)
+            self.eta.record_duration(stage, seconds, 1 - running.initial_fraction)
             self.display.print_line(f"{stage.id}: done in {format_duration(seconds)}")
         elif code == _STOPPED:
             self._fail(stage, f"stopped by a signal, after saving ({log})")
@@ -243,14 +243,14 @@ class _Executor:
 
         The row of the study has the numbers of finished and failed stages, and the time left.
         """
-        share = float(len(self.finished))
+        done_stages = float(len(self.finished))
         rows = {}
         parts = []
         for id, running in self.running.items():
             done, total = running.stage.progress()
-            part = done / total if total else 0.0
-            self.eta.record_progress(running.stage, part)
-            share += part
+            fraction = done / total if total else 0.0
+            self.eta.record_progress(running.stage, fraction)
+            done_stages += fraction
             words = format_progress(done, total, running.stage.unit)
             rows[id] = ProgressRow(
                 id,
@@ -265,9 +265,11 @@ class _Executor:
         words = f"study: {len(self.finished):,} of {stages:,} stages"
         if self.failed:
             words += f", {len(self.failed):,} failed"
-        summary = {None: ProgressRow(words, share, stages, tail)}
+        summary = {None: ProgressRow(words, done_stages, stages, tail)}
         self.display.update(
-            share, description="  ".join(filter(None, [words, tail, *parts])), rows=summary | rows
+            done_stages,
+            description="  ".join(filter(None, [words, tail, *parts])),
+            rows=summary | rows,
         )
 
     def stop(self) -> None:

@@ -194,19 +194,22 @@ class PretrainStage(StageRunner):
         It also did if its parent is not the one that exists now.
         """
         parent = read_identity(self._parent) if self.parent else None
-        at = (
+        parent_step = (
             self.branch_step
             if parent is None or self.start == "branch"
             else parent.get("train_iters")
         )
-        planned = RunInit(self.start, self.parent, at)
+        planned = RunInit(self.start, self.parent, parent_step)
         is_same_run = start.kind == planned.kind and Path(start.run).name == planned.run
         if not is_same_run or start.step != planned.step:
             raise manifest_mismatch(
                 self.directory,
                 f"the run began {start.describe()}, now it would begin {planned.describe()}",
             )
-        if parent is not None and (start.at, start.parent) != (at, identity_digest(parent)):
+        if parent is not None and (start.at, start.parent) != (
+            parent_step,
+            identity_digest(parent),
+        ):
             raise StaleArtifactError(
                 self.directory, f"began with another {self.parent} than {self._parent} is now"
             )

@@ -36,8 +36,8 @@ def record_environment(study: Path) -> None:
     """
     if _add_environment(study / PROVENANCE_FILE):
         # Jobs of a cluster start at the same time; one that hangs must not block the others.
-        with wait_for_lock(study / ".locks" / "record", seconds=10) as mine:
-            if mine and (values := _add_environment(study / PROVENANCE_FILE)):
+        with wait_for_lock(study / ".locks" / "record", seconds=10) as is_locked:
+            if is_locked and (values := _add_environment(study / PROVENANCE_FILE)):
                 atomic_write(
                     study / PROVENANCE_FILE, json.dumps(values, indent=1, ensure_ascii=False) + "\n"
                 )
@@ -72,7 +72,7 @@ def read_provenance(file: Path) -> dict[str, str]:
         return {}
     values = read_json_object(file, "an object of texts")
     texts = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
-    return {name: ", then ".join(map(str, several)) for name, several in texts.items() if several}
+    return {name: ", then ".join(map(str, parts)) for name, parts in texts.items() if parts}
 
 
 def current_environment() -> dict[str, str]:
@@ -103,10 +103,10 @@ def _describe_hardware() -> str:
     names: list[str] = []
     with contextlib.suppress(InputError):  # a stage that needs them reports the error
         names = accelerator_names()
-    several = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    counted_names = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
     return ", ".join(
         [
-            *several,
+            *counted_names,
             f"{cores} core{'s' if cores > 1 else ''} of {read_processor_name()}",
             f"{memory:.0f} GiB of memory",
         ]

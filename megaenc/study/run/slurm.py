@@ -81,7 +81,7 @@ class StageTask:
         import submitit
 
         job = submitit.JobEnvironment()
-        each = self.stage.processes // self.machines
+        local_processes = self.stage.processes // self.machines
         port = _FIRST_PORT + int(job.raw_job_id) % _PORT_COUNT
         rendezvous = {
             "nnodes": self.machines,
@@ -89,13 +89,15 @@ class StageTask:
             "master_addr": job.hostnames[0],
             "master_port": port,
         }
-        stage = replace(self.stage, processes=each, launcher=tuple(format_flags(rendezvous)))
+        stage = replace(
+            self.stage, processes=local_processes, launcher=tuple(format_flags(rendezvous))
+        )
         if job.node == 0:
             self._run_to_end(stage, max_attempts=1)
             return
         for command in stage.remaining_commands():
             code = subprocess.run(
-                with_pdeathsig(command), env=stage_environment([""], each)
+                with_pdeathsig(command), env=stage_environment([""], local_processes)
             ).returncode
             if code:
                 if self._is_first_machine_stopped():

@@ -223,13 +223,13 @@ def check_stages(
             stage.check()
         except StaleArtifactError as error:
             stale = {stage.id}
-            for other in all_stages.values():  # in topological order
-                if stale.intersection(other.needs):
-                    stale.add(other.id)
+            for dependent in all_stages.values():  # in topological order
+                if stale.intersection(dependent.needs):
+                    stale.add(dependent.id)
             directories = [
-                other.directory
-                for id, other in all_stages.items()
-                if id in stale and other.directory.exists()
+                dependent.directory
+                for id, dependent in all_stages.items()
+                if id in stale and dependent.directory.exists()
             ]
             names = " ".join(str(directory.relative_to(study)) for directory in directories)
             raise StaleArtifactError(
@@ -359,8 +359,8 @@ class CorpusStage(StageRunner):
         values = read_json_object(file, "the request of a corpus")
         recorded = check_json(_REQUEST_FIELDS, values, file, "not the request of a corpus")
         names = [
-            {**each, "text": " ".join(name for name, _ in each["text"])}
-            for each in (recorded, request)
+            {**content, "text": " ".join(name for name, _ in content["text"])}
+            for content in (recorded, request)
         ]
         difference = describe_difference(*names)
         if difference:
@@ -375,8 +375,8 @@ class CorpusStage(StageRunner):
 def compute_size(path: Path) -> int | None:
     """Return the bytes of a file or of all files in a directory; None if unreadable."""
     try:
-        files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
-        return sum(each.stat().st_size for each in files)
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        return sum(file.stat().st_size for file in files)
     except OSError:
         return None
 

@@ -58,8 +58,8 @@ class StatusRow:
     stage: str
     state: Literal["failed", "running", "waiting", "done"]
     progress: str
-    share: float
-    """completed share, from 0 to 1"""
+    fraction: float
+    """completed fraction, from 0 to 1"""
     seconds: float
     """total duration of all attempts"""
     reason: str
@@ -82,7 +82,7 @@ def build_table(
         attempts = stage_log.read_attempts(log)
         seconds = total_seconds(attempts)
         done, total = stage.progress()
-        share = done / total if total else 0.0
+        fraction = done / total if total else 0.0
         needs = [need for need in stage.needs if need in table and table[need].state != "done"]
         state = "waiting"
         reason = f"needs {', '.join(needs)}" if needs else ""
@@ -93,7 +93,7 @@ def build_table(
             reason = mismatches[stage.id]
         elif stage.is_done() and not needs:
             state = "done"
-            share = 1.0
+            fraction = 1.0
             reason = stage.describe_failed_runs() if isinstance(stage, FinetuneStage) else ""
         elif stage_log.is_stage_locked(study, stage.id):
             state = "running"
@@ -104,7 +104,7 @@ def build_table(
             state = "failed"
             reason = f"{attempts[-1].outcome}: {attempts[-1].message} ({log})"
         table[stage.id] = StatusRow(
-            stage.id, state, format_progress(done, total, stage.unit), share, seconds, reason
+            stage.id, state, format_progress(done, total, stage.unit), fraction, seconds, reason
         )
     return list(table.values())
 
@@ -139,9 +139,9 @@ def format_headline(table: Sequence[StatusRow], remaining_seconds: float | None)
         for state in ("done", "running", "waiting", "failed")
         if counts[state]
     )
-    share = sum(row.share for row in table) / len(table)
+    fraction = sum(row.fraction for row in table) / len(table)
     rest = f", about {format_duration(remaining_seconds)} left" if remaining_seconds else ""
-    return f"{len(table):,} stages: {words}; {100 * share:.0f} %{rest}"
+    return f"{len(table):,} stages: {words}; {100 * fraction:.0f} %{rest}"
 
 
 @handle_command_errors
@@ -185,7 +185,7 @@ def _estimate_remaining_seconds(
     """
     eta = EtaEstimator(stages, study)
     for stage, row in zip(stages, table, strict=True):
-        eta.record_progress(stage, row.share)
+        eta.record_progress(stage, row.fraction)
     running = sum(row.state == "running" for row in table)
     return eta.remaining_seconds(running) if running else None
 
