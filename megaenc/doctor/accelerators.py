@@ -43,9 +43,10 @@ def find_program(program: str) -> str:
 
 
 def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """Run `command` for at most `seconds`; return (output with stderr, error text).
+    """Run `command` for at most `seconds`; return (stdout and stderr, error text).
 
-    The error text is empty after exit code 0; after the time limit the output is.
+    The error text is "" after exit code 0, else `exit code N: LAST LINE`. At the time limit the
+    program is killed, the output is "" and the error text `no answer in N s`.
 
     Raises:
         OSError: The program cannot be started.
@@ -71,7 +72,10 @@ def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
 def check_driver(context: CheckContext) -> list[Finding]:
     """Check devices, driver, memory use and errors by nvidia-smi or rocm-smi.
 
-    There is one finding if neither is installed.
+    Problems are a program that fails, no device in nvidia-smi, and uncorrected memory errors. Notes
+    are no device in rocm-smi, over 1 GiB of a device's memory in use, and device files without
+    either program. A machine with neither has one ok finding. A program gets 0.4 x
+    `context.timeout` seconds.
     """
     seconds = 0.4 * context.timeout  # the other ranks wait for this one
     nvidia = find_program("nvidia-smi")
@@ -122,8 +126,13 @@ def check_driver(context: CheckContext) -> list[Finding]:
 def parse_nvidia_smi(output: str) -> list[Finding]:
     """Return findings on devices, driver, memory and errors from nvidia-smi's CSV.
 
-    `output` answers a query of the fields _NVIDIA_QUERY with `csv,noheader,nounits`. It is a
-    problem if no line has these fields.
+    Over 1 GiB of a device's memory in use is a note, an uncorrected memory error a problem. If no
+    line has the six fields, the only finding is a problem.
+
+    Args:
+        output: Lines of `--format=csv,noheader,nounits` with the fields `_NVIDIA_QUERY`: index,
+            name,
+        total and used MiB, driver version, uncorrected errors.
     """
     rows = [
         [cell.strip() for cell in line.split(",")]
@@ -157,9 +166,12 @@ def parse_nvidia_smi(output: str) -> list[Finding]:
 
 
 def parse_rocm_smi(output: str) -> list[Finding]:
-    """Return findings on devices, driver and memory from rocm-smi's output.
+    """Return findings on devices, architecture, driver and memory from rocm-smi.
 
-    They include the architecture. The list is empty if no device is listed.
+    Over 1 GiB of a device's memory in use is a note. The list is empty if no device is listed.
+
+    Args:
+        output: Text by `rocm-smi --showproductname --showdriverversion --showmeminfo vram`.
     """
 
     def values(name: str) -> list[str]:
@@ -202,10 +214,11 @@ def _format_counts(names: list[str]) -> str:
 
 
 def check_torch_devices(context: CheckContext) -> list[Finding]:
-    """Check torch's devices.
+    """Check that torch can use an accelerator for each process of this node.
 
-    It is a problem if they are unusable or too few for the processes, a note if an environment
-    variable hides them.
+    Returns:
+        One finding: a problem if devices are unusable or fewer than the processes, a note if an
+        environment variable hides them, else ok, also on a machine without accelerators.
     """
     import torch
 

@@ -45,10 +45,12 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Check:
-    """One check in a child process.
+    """Entry of `CHECKS`: one check, which runs in a child process.
 
-    The function is called with a `CheckContext` and `arguments` and returns findings. A check fails
-    if it hangs, raises an exception or ends its process.
+    `function`, "module:name", is called with a `CheckContext` and `arguments`, and returns a list
+    of `Finding`. `scope` tells who calls it: each rank, one rank of each node, or all ranks
+    together. The check fails if the function hangs, raises an exception or ends its process; then
+    the checks that have its `name` in `requires` are left out.
     """
 
     subject: Subject

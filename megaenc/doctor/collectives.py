@@ -20,7 +20,12 @@ _MODULUS = 251  # small integers: exact sums in any order
 def check_collectives(context: CheckContext) -> list[Finding]:
     """Check results, latency and bandwidth of each collective on this rank's device.
 
-    All ranks call it together; each returns its own findings.
+    All ranks call it together; it makes a process group and sets the CUDA device. Each rank returns
+    its own findings: one for all-reduce, reduce-scatter, all-gather and, with several ranks, send
+    and receive. Wrong results are a problem.
+
+    Raises:
+        RuntimeError: Ranks do not join within `context.timeout` seconds.
     """
     join_group(context.timeout)
     backend = detect_backend()
@@ -95,10 +100,12 @@ def _ring(local_tensor, build_tensor, group):
 
 
 def build_rank_tensor(rank: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return integers from 0 to 250 that differ by position and rank, float32[count].
+    """Return a test tensor of a rank: integers from 0 to 250 as float32[count].
+
+    They differ by position and rank. Every rank can build that of any other.
 
     Args:
-        rank: Rank that has them.
+        rank: Rank that contributes the tensor to the collective.
     """
     return ((torch.arange(count, device=device) * (rank + 1) + rank) % _MODULUS).float()
 

@@ -70,6 +70,8 @@ class DoctorConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc doctor`: print the findings; exit with 1 if one is a problem.
 
+    Under torchrun every rank calls it; rank 0 prints, and writes --json.
+
     Args:
         argv: The flags; None: those of this process.
     """
@@ -116,7 +118,11 @@ def run_checks(
 ) -> None:
     """Run this rank's checks of `subjects` and append their findings to `findings`.
 
-    A check that fails adds a problem; those that require it are left out.
+    All ranks call it with the same `subjects`, since some checks are collective. A check that fails
+    adds a problem, and those that require it are left out.
+
+    Args:
+        subjects: Some of `SUBJECTS`; the order does not matter.
     """
     checks = [
         check

@@ -22,10 +22,10 @@ _POLL = 0.05
 def join_ranks(context: CheckContext) -> list[Finding]:
     """Join all ranks in a gloo process group; return a finding on rank 0 only.
 
-    All ranks call it together.
+    All ranks call it together. The finding, always ok, has the numbers of ranks and nodes.
 
     Raises:
-        RuntimeError: A rank is missing.
+        RuntimeError: A rank is missing after `context.timeout` seconds.
     """
     begin = time.perf_counter()
     join_group(context.timeout)
@@ -52,7 +52,7 @@ def join_ranks(context: CheckContext) -> list[Finding]:
 
 @functools.cache
 def join_group(seconds: float) -> None:
-    """Join the gloo group of all ranks once.
+    """Join the gloo group of all ranks once; it is torch's default process group.
 
     All ranks call it together; further calls with the same `seconds` do nothing. Without a launcher
     the group has a single process.
@@ -61,7 +61,7 @@ def join_group(seconds: float) -> None:
         seconds: Time limit of joining and of the group's collectives.
 
     Raises:
-        RuntimeError: Ranks miss the timeout.
+        RuntimeError: Ranks miss the time limit.
     """
     import torch.distributed as dist
 
@@ -83,10 +83,14 @@ def _all_gather(value: Any) -> list[Any]:
 
 
 def check_shared_directory(context: CheckContext) -> list[Finding]:
-    """Check that all ranks see rank 0's file in --save and its lock.
+    """Check that all ranks see a file of rank 0 in `context.save`, and its lock.
 
-    All ranks call it together. There is no finding on other ranks, for one rank, or if --save is
-    read-only.
+    All ranks call it together. Rank 0 creates a temporary file in the directory or its nearest
+    existing parent, locks it, and removes it at the end.
+
+    Returns:
+        On rank 0 the finding of `assess_sharing`; [] on other ranks, with one rank, or if the
+        directory is read-only.
     """
     if get_world_size() == 1:
         return []
@@ -109,9 +113,11 @@ def check_shared_directory(context: CheckContext) -> list[Finding]:
 
 
 def observe_lock_file(path: Path) -> str:
-    """Return how this rank sees the file that rank 0 created and locked.
+    """Return how this rank sees a file that rank 0 created and holds a lock on.
 
-    It is "missing", after a wait of 10 s, "unlocked", or "" for a locked file.
+    Returns:
+        "missing" if it does not appear within 10 s, "unlocked" if this rank can lock it or fails to
+        try, else "".
     """
     deadline = time.monotonic() + _VISIBILITY_SECONDS
     while not path.exists():
@@ -164,7 +170,7 @@ def assess_sharing(observations: list[str]) -> Finding:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return rank numbers as text in ascending order with ranges, such as "0-3, 7"."""
+    """Return distinct ranks as text in ascending order with ranges, such as "0-3, 7"."""
     starts = [rank for rank in sorted(ranks) if rank - 1 not in ranks]
     stops = [rank for rank in sorted(ranks) if rank + 1 not in ranks]
     return ", ".join(
@@ -174,18 +180,16 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 def gather_findings(local_findings: str, timeout: float) -> dict[int, bytes]:
-    """Send the serialized findings of this rank to rank 0, which returns all others.
+    """Send this rank's findings, as JSON, to rank 0; return the others' on rank 0.
 
-    All ranks call it, and each needs a launcher's environment. The findings pass through the
-    launcher's store, which needs no process group and which anyone who reaches its port can write
-    to.
+    All ranks call it, each in a launcher's environment. The findings pass through the launcher's
+    store: no process group is needed, but anyone who reaches its port can write to it.
 
     Args:
-        local_findings: JSON of this rank's findings.
-        timeout: Seconds that rank 0 waits.
+        timeout: Seconds that rank 0 waits; other ranks do not wait.
 
     Returns:
-        Findings by rank without late ranks; empty on other ranks than 0.
+        On rank 0 the JSON by rank, without its own and that of late ranks; {} on others.
     """
     import torch.distributed as dist
 

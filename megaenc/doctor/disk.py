@@ -36,10 +36,11 @@ def nearest_existing_dir(directory: Path) -> Path:
 
 
 def check_disk_space(context: CheckContext) -> list[Finding]:
-    """Check type, free space and free inodes of the file system of --save.
+    """Check type, free space and free inodes of the file system of `context.save`.
 
-    Findings are notes, with advice if the type is volatile, space is below 40 GiB or inodes are
-    few.
+    It is that of the nearest existing parent. Findings are ok, or notes: a type that loses files
+    (tmpfs, overlay), less than 40 GiB, or fewer than 10,000 inodes (otherwise there is no finding
+    on them).
     """
     directory = nearest_existing_dir(Path(context.save))
     stats = os.statvfs(directory)
@@ -62,9 +63,9 @@ def check_disk_space(context: CheckContext) -> list[Finding]:
 
 
 def check_temp_space(context: CheckContext) -> list[Finding]:
-    """Check the space for temporary files.
+    """Check the space for temporary files (TMPDIR or the system's directory).
 
-    It is a note below 1 GiB, and a problem if no directory is writable.
+    The finding is ok, a note below 1 GiB, or a problem if no directory is writable.
     """
     name = "temporary files"
     advice = "free space there, or export TMPDIR=DIRECTORY"
@@ -83,9 +84,13 @@ def check_temp_space(context: CheckContext) -> list[Finding]:
 
 
 def file_system_type(place: Path, root: Path = Path("/")) -> str:
-    """Return the file system type of `place` by /proc/mounts, such as "ext4".
+    """Return the file system type of the path `place` by /proc/mounts, such as "ext4".
 
-    If absent: "an unknown file system".
+    It is "an unknown file system" if no mount contains the path.
+
+    Args:
+        place: Real absolute path, as of `nearest_existing_dir`.
+        root: Directory that contains /proc.
     """
     mounts = [line.split()[1:3] for line in read_kernel_file(root / "proc/mounts").splitlines()]
     holding = [
@@ -99,7 +104,14 @@ def file_system_type(place: Path, root: Path = Path("/")) -> str:
 
 
 def check_file_system(context: CheckContext) -> list[Finding]:
-    """Check locks and write speed in --save; it is a problem if it is not writable."""
+    """Check locks and write speed in `context.save` or its nearest existing parent.
+
+    Up to 512 MiB are written to a temporary directory there, for up to 2 s.
+
+    Returns:
+        The findings of `check_locks` and `measure_write_speed`, or one problem if the directory is
+        not writable.
+    """
     directory = nearest_existing_dir(Path(context.save))
     try:
         with TemporaryDirectory(prefix=".megaenc-doctor-", dir=directory) as name:
@@ -115,7 +127,10 @@ def check_file_system(context: CheckContext) -> list[Finding]:
 
 
 def check_locks(directory: Path) -> Finding:
-    """Lock a file in `directory` twice; return a problem unless the second lock fails."""
+    """Lock a file in `directory` twice; return a problem unless the second lock fails.
+
+    The file, `lock`, is not removed.
+    """
     advice = (
         "two commands could train in one directory: mount it with locks (Lustre: -o flock; NFS: "
         "with lockd)"
@@ -134,9 +149,10 @@ def check_locks(directory: Path) -> Finding:
 
 
 def measure_write_speed(directory: Path) -> Finding:
-    """Measure the write speed in `directory` with fsync, for up to 2 s.
+    """Measure the write speed in `directory` with fsync, for up to 2 s or 512 MiB.
 
-    It is a note below 50 MB/s, and a problem if writing fails.
+    The finding is ok, a note below 50 MB/s, or a problem if writing fails. The file, `written`, is
+    not removed.
     """
     piece = os.urandom(_CHUNK_BYTES)
     begin = time.perf_counter()

@@ -87,9 +87,11 @@ def _is_pitfall(value: str, values: str) -> bool:
 
 
 def check_env_vars(context: CheckContext) -> list[Finding]:
-    """Return a finding per torch, network or device variable that is set.
+    """Return a finding per torch, network or device variable in `context.environment`.
 
-    Secrets are left out. There is one ok finding if no variable is set.
+    A harmful value is a note, TRITON_INTERPRET a problem, any other value ok. Variables with names
+    of secrets are left out, and secrets in values are masked. If no variable is set, there is one
+    ok finding.
     """
     findings = [
         _check_variable(name, value)

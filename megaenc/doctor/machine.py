@@ -33,7 +33,7 @@ _MIN_LOCKED_BYTES = 16 * GIB
 def check_processors(context: CheckContext) -> list[Finding]:
     """Check the processor's model, usable cores and threads.
 
-    It is a note if a CPU quota is below the cores.
+    A CPU quota of less than 0.9 of the cores is a note; `check_threads` has the others.
     """
     cores = usable_core_count()
     quota = cpu_quota(context.root)
@@ -52,10 +52,10 @@ def check_processors(context: CheckContext) -> list[Finding]:
 
 
 def check_threads(context: CheckContext, cores: int) -> Finding:
-    """Check the number of processes and threads against the cores.
+    """Check the number of processes and threads against the usable `cores`.
 
-    It is a note if processes exceed `cores` or, without torchrun, a set OMP_NUM_THREADS is not
-    `cores`.
+    The finding is ok, or a note if this node has more processes than cores or, without torchrun, if
+    OMP_NUM_THREADS is set to another number than `cores`.
     """
     name = "threads"
     processes = get_local_world_size()
@@ -81,9 +81,12 @@ def check_threads(context: CheckContext, cores: int) -> Finding:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the lowest CPU quota of the control groups in cores; None without one.
+    """Return the lowest CPU quota of this process's control groups in cores.
 
-    The groups are those of the container or job.
+    The groups are those of the container or job (cgroup v1 or v2). It is None without a quota.
+
+    Args:
+        root: Directory that contains /sys and /proc.
     """
     pairs = [text.split() for text in _read_cgroup(root, "cpu.max")]
     pairs.append(
@@ -103,9 +106,12 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the lowest memory limit of the control groups in bytes; None without one.
+    """Return the lowest memory limit of this process's control groups in bytes.
 
-    The groups are those of the container or job.
+    The groups are those of the container or job (cgroup v1 or v2). It is None without a limit.
+
+    Args:
+        root: Directory that contains /sys and /proc.
     """
     texts = [
         *_read_cgroup(root, "memory.max"),
@@ -143,7 +149,7 @@ def _read_cgroup(root: Path, file: str) -> list[str]:
 
 
 def check_memory(context: CheckContext) -> list[Finding]:
-    """Return a finding on total, free and allowed memory."""
+    """Return one ok finding on total and free memory, and the limit of a container."""
     memory = psutil.virtual_memory()
     limit = memory_limit(context.root)
     text = f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} free"
@@ -153,9 +159,11 @@ def check_memory(context: CheckContext) -> list[Finding]:
 
 
 def check_dev_shm(context: CheckContext) -> list[Finding]:
-    """Check that /dev/shm exists, is writable, large and free enough.
+    """Check that /dev/shm exists, is writable, and has 1 GiB, half of it free.
 
-    Without accelerators it is only a note if /dev/shm is too small or full.
+    Returns:
+        One finding: ok, or a problem. Too small or too full is only a note on a machine without
+        accelerators.
     """
     path = context.root / "dev/shm"
     name = "/dev/shm"
@@ -183,9 +191,12 @@ def check_dev_shm(context: CheckContext) -> list[Finding]:
 
 
 def check_resource_limits(context: CheckContext) -> list[Finding]:
-    """Check the limits of open files and locked memory.
+    """Check this process's limits of open files and locked memory.
 
-    Low limits are problems, of memory only with InfiniBand.
+    Returns:
+        Two findings. Fewer open files than 512 + 8 per rank are a problem. Less than 16 GiB of
+        locked memory on a machine with InfiniBand is a problem in a job on several nodes, else a
+        note.
     """
     unlimited = resource.RLIM_INFINITY
     ranks = get_world_size()

@@ -27,7 +27,9 @@ _PLUGINS = ("librccl-net.so", "libnccl-net.so")
 def check_network_cards(context: CheckContext) -> list[Finding]:
     """Check Slingshot, InfiniBand and RoCE cards: state, plugin and device files.
 
-    There is one finding if there is no card.
+    Ports that are down are notes. What keeps NCCL or RCCL off a card (missing plugin or device
+    files, wrong NCCL_IB_GID_INDEX) is a problem in a job on several nodes, else a note. If there is
+    no card, there is one finding, a note if several nodes have accelerators.
     """
     classes = context.root / "sys/class"
     # HPE's, unsupported by RCCL and NCCL without a plugin
@@ -114,7 +116,12 @@ def _check_port(port: Path, context: CheckContext) -> Finding:
 
 
 def check_interfaces(context: CheckContext) -> list[Finding]:
-    """Check the interfaces that are up, and those that NCCL and gloo choose."""
+    """Check the interfaces that are up, and those that NCCL and gloo choose.
+
+    Returns:
+        An ok finding for each interface with an IPv4 address, then those of `check_nccl_interface`
+        and `check_gloo_interface`.
+    """
     addresses_by_name = psutil.net_if_addrs()
     findings = []
     usable = []
@@ -151,7 +158,12 @@ def check_interfaces(context: CheckContext) -> list[Finding]:
 def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
     """Return a finding on the interfaces that NCCL chooses among `usable`.
 
-    They are those of NCCL_SOCKET_IFNAME, which is `ifname`, or NCCL's own choice if it is not set.
+    It is a problem if `ifname` matches none, and a note if NCCL itself may choose among several in
+    a job on several nodes.
+
+    Args:
+        ifname: Value of NCCL_SOCKET_IFNAME; None or "": NCCL chooses.
+        usable: Names of interfaces that are up and have an address.
     """
     label = "NCCL meets over"
     if ifname:
@@ -179,7 +191,8 @@ def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
 def matches_ifname(ifname: str, name: str) -> bool:
     """Return whether NCCL_SOCKET_IFNAME=`ifname` selects interface `name`.
 
-    Names are prefixes; with `=` they are full names, and `^` excludes them.
+    `ifname` is a comma-separated list of prefixes; a leading `=` makes them full names, and `^` or
+    `^=` excludes them instead.
     """
     kind, names = re.match(r"(\^=|\^|=|)(.*)", ifname).groups()
     patterns = [word.strip() for word in names.split(",") if word.strip()]
@@ -195,13 +208,13 @@ def check_gloo_interface(
 ) -> Finding:
     """Return a finding on the interface that gloo chooses.
 
-    It is a problem if the interface is down, or lo on several nodes.
+    It is a problem if the interface is not up, or is lo in a job on several nodes.
 
     Args:
-        ifname: Value of GLOO_SOCKET_IFNAME; None: gloo takes the interface of the host name.
-        usable: Interfaces that are up and have an address.
-        host_addresses: Addresses of the host name.
-        interface_by_address: Interface of each address of this machine.
+        ifname: Value of GLOO_SOCKET_IFNAME; None or "": gloo takes the interface of the host name.
+        usable: Names of interfaces that are up and have an address.
+        host_addresses: IPv4 addresses of the host name.
+        interface_by_address: Interface name of each address of this machine.
     """
     label = "gloo meets over"
     if ifname:

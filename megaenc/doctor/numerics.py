@@ -52,9 +52,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_matmul(context: CheckContext) -> list[Finding]:
-    """Compare matrix products in float32 and bfloat16 with float64.
+    """Compare matrix products in float32 and bfloat16 with float64 on this device.
 
-    Findings are on errors, speed and bfloat16 support.
+    Findings are on errors, speed and bfloat16 support. Wrong products are a problem. Notes are an
+    accelerator without bfloat16, one below 0.4 of its peak, and a CPU's default dtype that is not
+    the faster one.
     """
     backend = detect_backend()
     divide_cores_among_ranks()
@@ -101,9 +103,9 @@ def check_matmul(context: CheckContext) -> list[Finding]:
 
 
 def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the relative Frobenius error of a product of two random matrices.
+    """Return the relative Frobenius error of a matrix product on `device` in `dtype`.
 
-    They are normal, 384 x 384; the reference is float64 on the host.
+    The factors are normal, 384 x 384; the reference is float64 on the host.
     """
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(384, 384, generator=generator).to(dtype)
@@ -114,9 +116,10 @@ def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a matrix product.
+    """Return the FLOP/s of a matrix product on `device` in `dtype`.
 
-    On an accelerator it is the best of six products of size 8192, else the CPU's measured peak.
+    On an accelerator it is the best of six products of size 8192, else the CPU's measured peak. It
+    makes an accelerator the current CUDA device.
     """
     if device.type == "cpu":
         return detect_backend().peak_flops(dtype)
@@ -129,7 +132,10 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def prepare_attention(context: CheckContext) -> list[Finding]:
-    """Import what all attention backends need, once; return no finding."""
+    """Import the modules of all attention checks, which takes time; return [].
+
+    The time limits of `check_attention_backend` in the same process then do not include it.
+    """
     _init_backend()
     importlib.import_module("megaenc.model.attention.selftest")
     return []
@@ -138,7 +144,12 @@ def prepare_attention(context: CheckContext) -> list[Finding]:
 def check_attention_backend(context: CheckContext, name: str) -> list[Finding]:
     """Compare an attention backend with the reference in all masks and dtypes.
 
-    A backend that cannot be used is ok; wrong results are a problem.
+    Args:
+        name: One of `ATTENTION_BACKENDS`.
+
+    Returns:
+        One finding: a problem if a result is wrong, a note if `name` is flash and a Hopper device
+        lacks flash-attn 4, else ok, also if the backend cannot be used.
     """
     device = _init_backend().device
     from megaenc.model.attention.backends import flash_attn_versions, is_hopper
@@ -177,9 +188,10 @@ def check_attention_backend(context: CheckContext, name: str) -> list[Finding]:
 
 
 def prepare_fused_kernels(context: CheckContext) -> list[Finding]:
-    """Import what all fused kernels need, once; return an ok finding on a CPU.
+    """Import the modules of all kernel checks, which takes time; return [].
 
-    Runs on a CPU use no fused kernels.
+    The time limits of `check_fused_kernel` in the same process then do not include it. On a CPU,
+    which has no fused kernels, nothing is imported and one ok finding returned.
     """
     if _has_no_fused_kernels():
         return [ok("fused kernels", "accelerators only; CPUs use torch's operations")]
@@ -193,10 +205,13 @@ def _has_no_fused_kernels() -> bool:
 
 
 def check_fused_kernel(context: CheckContext, name: str) -> list[Finding]:
-    """Compare a fused kernel's output and gradients with torch.
+    """Compare a fused kernel's output and gradients with a reference.
 
-    They are computed in bfloat16 and float32. Right results are ok, wrong ones a problem; a kernel
-    that cannot run is a note. There is no finding on a CPU without Triton's interpreter.
+    They are computed in bfloat16 and float32. The finding is ok, a problem if a result is wrong, or
+    a note if the kernel cannot run. There is none on a CPU without Triton's interpreter.
+
+    Args:
+        name: Field of `FusedKernels`.
     """
     if _has_no_fused_kernels():
         return []

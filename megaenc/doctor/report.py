@@ -22,7 +22,7 @@ _MAX_LENGTH = 1000  # characters on the ranks that deviate in one finding
 
 @dataclass
 class RankFindings:
-    """Findings of one rank, with its number and its host's name."""
+    """Findings of one rank, with its global rank and its host's name."""
 
     rank: int
     host: str
@@ -61,9 +61,10 @@ def parse_findings(content: bytes, rank: int) -> RankFindings:
 def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
     """Merge the findings of all ranks by subject and name, in order of appearance.
 
-    If ranks deviate, there is a second finding "NAME elsewhere" with their results. Differing ok
-    results deviate only if a `mismatch_level` is not ok; a rank without the finding deviates then
-    too.
+    If all ranks agree, there is one finding of a name. Otherwise it has the result of most ranks
+    (ok ones first), and a second one, "NAME elsewhere", the others with their ranks and hosts.
+    Different ok results, and a missing one, count as disagreement only if a `mismatch_level` is not
+    "ok".
     """
     by_name: dict[tuple[str, str], dict[int, Finding]] = defaultdict(dict)
     ranks_by_scope: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -119,7 +120,13 @@ def _merge_finding(
 
 
 def format_report(findings: Sequence[Finding]) -> str:
-    """Return findings as text by subject, then the problems with their advice."""
+    """Return findings as text by subject, then the problems with their advice.
+
+    Lines have up to 100 characters; the last one has no newline.
+
+    Args:
+        findings: As of `merge_findings`, each with one of `SUBJECTS`.
+    """
     lines: list[str] = []
     beyond = " " * (_MARK + _NAME)
     for subject in SUBJECTS:
@@ -157,7 +164,10 @@ def format_json(
 ) -> str:
     """Return findings as JSON: merged, and as each rank has them.
 
-    The worst level and `metadata` are at the top level.
+    Args:
+        rank_findings: Findings of each rank.
+        findings: The same, merged by `merge_findings`.
+        metadata: Further keys of the top level, next to the worst level.
     """
 
     def rows(findings: Sequence[Finding]) -> list[dict[str, str]]:

@@ -15,7 +15,12 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "problem")
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check, with its level: ok, note or problem."""
+    """Result of a check, with its level: ok, note or problem.
+
+    Checks build it by `ok`, `note` or `problem`. `name` is unique within a subject; `result` and
+    `advice`, the user's next step, are text. `mismatch_level` is the level of another rank's
+    different result. `run_checks` sets `subject` and `scope`.
+    """
 
     name: str
     """Unique within its subject."""
@@ -34,18 +39,27 @@ class Finding:
 def ok(name: str, result: str, mismatch_level: Level = "ok") -> Finding:
     """Return a Finding of level "ok", without advice.
 
-    `mismatch_level` is the level if another rank's result differs.
+    Args:
+        mismatch_level: Level to report if another rank's result differs.
     """
     return Finding(name, result, mismatch_level=mismatch_level)
 
 
 def note(name: str, result: str, advice: str, mismatch_level: Level = "ok") -> Finding:
-    """Return a Finding of level "note", or of level "ok" if `advice` is empty."""
+    """Return a Finding of level "note", or of level "ok" if `advice` is empty.
+
+    Args:
+        mismatch_level: Level to report if another rank's result differs.
+    """
     return Finding(name, result, "note" if advice else "ok", advice, mismatch_level)
 
 
 def problem(name: str, result: str, advice: str, mismatch_level: Level = "ok") -> Finding:
-    """Return a Finding of level "problem", which stops or spoils a run."""
+    """Return a Finding of level "problem", which stops or spoils a run.
+
+    Args:
+        mismatch_level: Level to report if another rank's result differs.
+    """
     return Finding(name, result, "problem", advice, mismatch_level)
 
 
@@ -56,7 +70,12 @@ def multi_node_problem(name: str, result: str, advice: str) -> Finding:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """Arguments shared by all checks."""
+    """Arguments shared by all checks.
+
+    `save` is the run directory, which may not exist yet; `timeout` the seconds to wait for a
+    program or another process; `environment` that of the command before megaenc changed it; `root`
+    the directory that contains /sys, /proc and /dev.
+    """
 
     save: str = "."
     """Run directory, which may not exist yet."""
@@ -77,5 +96,8 @@ def read_kernel_file(file: Path) -> str:
 
 
 def has_accelerators(context: CheckContext) -> bool:
-    """Return whether /dev has files of NVIDIA or AMD devices, without any driver call."""
+    """Return whether `context.root`/dev has device files of NVIDIA or AMD.
+
+    No driver is called. torch may be unable to use these devices.
+    """
     return any((context.root / "dev").glob("nvidia[0-9]*")) or (context.root / "dev/kfd").exists()

@@ -36,9 +36,9 @@ class CheckRunner:
     def call(self, function: str, *arguments: Any, seconds: float) -> tuple[Any, str]:
         """Call `function`, "module:name", in the child; return (its result, failure).
 
-        The failure is text, empty if the call succeeds. It fails if it does not return within
-        `seconds`, raises an exception or ends its process; then the result is None and the child is
-        killed.
+        `arguments` and result are pickled. The failure is text, "" if the call succeeds. It fails
+        if it does not return within `seconds`, raises an exception or ends its process; then the
+        result is None and the child is killed, which loses its state.
         """
         if self._worker is None:
             self._output = os.memfd_create("megaenc-doctor")  # every disk may be full

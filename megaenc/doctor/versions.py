@@ -22,7 +22,10 @@ _TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-r
 
 
 def check_versions(context: CheckContext) -> list[Finding]:
-    """Check megaenc, Python, megaenc's requirements and missing optional packages."""
+    """Return findings on megaenc, Python, missing optional packages and requirements.
+
+    The last one is that of `check_requirements`; the others are ok.
+    """
     missing = [name for name in OPTIONAL_PACKAGES if not _package_version(name)]
     return [
         ok(
@@ -41,13 +44,14 @@ def check_versions(context: CheckContext) -> list[Finding]:
 
 
 def check_package(context: CheckContext, name: str) -> list[Finding]:
-    """Return a package's version, or a finding on what is wrong with it.
+    """Import a package; return its version, or a finding on the failure.
 
-    It is a problem if a required package is missing or broken, a note if an optional one is broken;
-    there is no finding if an optional one is missing.
+    A required package that is missing, cannot be imported or (megatron-core) has an unsupported
+    version is a problem, an optional one that cannot be imported a note. The list is empty if an
+    optional one is missing.
 
     Args:
-        name: One of REQUIRED_PACKAGES or OPTIONAL_PACKAGES.
+        name: One of `REQUIRED_PACKAGES` or `OPTIONAL_PACKAGES`.
     """
     version = _package_version(name)
     is_required = name in REQUIRED_PACKAGES
@@ -144,9 +148,9 @@ def _package_version(name: str) -> str:
 
 
 def check_libraries(context: CheckContext) -> list[Finding]:
-    """Check torch's build (CUDA, ROCm or CPU) and, with a GPU, its libraries.
+    """Return ok findings on torch's build and, with a GPU, its libraries.
 
-    They are RCCL, or NCCL and cuDNN.
+    The build is CUDA, ROCm or CPU; the libraries are RCCL, or NCCL and cuDNN.
     """
     import torch
 
