@@ -89,6 +89,8 @@ class EstimateConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the estimate of a run and a suggested layout, and write them to --output.
 
+    A run with several `phases` is printed phase by phase, with a sum.
+
     Args:
         argv: The flags; None: those of this process.
     """
@@ -158,10 +160,15 @@ def _split_phases(config: EstimateConfig) -> list[EstimateConfig]:
 def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
     """Return the checked config of the command line.
 
-    Flags take precedence over the `--config` file, and this over the preset of `--model`.
+    Flags take precedence over the `--config` file, and this over the preset of `--model`. --help
+    prints and exits.
+
+    Args:
+        argv: The flags, without the program's name.
+        prog: Command in the text of --help.
 
     Raises:
-        InputError: A flag is wrong.
+        InputError: A flag is wrong, or --gpu is missing.
     """
     pretrain = PretrainConfig(bf16=True)  # all devices of the table have it
     model = flags.find_flag_value(argv, "--model") or ""
@@ -186,7 +193,10 @@ def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
 
 
 def build_report(config: EstimateConfig) -> EstimateReport:
-    """Return a run's estimate, with the simplest layout unless --no-suggest.
+    """Return a run's EstimateReport, with the simplest layout unless --no-suggest.
+
+    Corpora of --data-path are read if they exist. The `phases` of the config are not regarded:
+    `main` makes a config of each.
 
     Raises:
         InputError: Corpora, schedule or device are unusable.
@@ -220,9 +230,9 @@ def build_report(config: EstimateConfig) -> EstimateReport:
 
 
 def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
-    """Return the vocabulary size, without padding, and a text with its source.
+    """Return (vocabulary size without padding, text with its source).
 
-    The source is --vocab-size, the corpus, or the model's default.
+    The source is --vocab-size, else the corpus, else the default of --model.
     """
     pretrain = config.pretrain
     if pretrain.shape.vocab_size:
@@ -234,13 +244,17 @@ def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
 
 
 def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
-    """Return a run's phases and validations.
+    """Return the Workload of a run: phases of its schedule, and validations.
 
     The batches of a validation are summed over its objectives. Each pass of a pseudo-perplexity is
     counted as an objective, and all of them on each set of --valid-data-path.
 
     Args:
         vocab_size: Vocabulary without padding.
+        docs: Document lengths of the training data.
+
+    Raises:
+        InputError: The schedule is wrong.
     """
     pretrain = config.pretrain
     phases = build_phases(pretrain, vocab_size, docs)

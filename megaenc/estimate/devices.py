@@ -14,10 +14,10 @@ USABLE_MEMORY = 0.94
 
 @dataclass(frozen=True)
 class Utilization:
-    """Share of a device's dense bfloat16 peak that a model was trained at.
+    """Model FLOPs utilization of pretraining on a device, measured or assumed.
 
-    `share` is from 0 to 1. `parameters` is the size of that model, 0 if there was none; `source` is
-    text for the report.
+    `share` is the fraction of the device's dense bfloat16 peak, from 0 to 1. `parameters` is the
+    size of the trained model, 0 if there was none; `source` is text for the report.
     """
 
     parameters: float
@@ -29,8 +29,9 @@ class Utilization:
 class Device:
     """Device type, with figures of the maker's data sheet.
 
-    `peak` is in FLOP/s, dense and in bfloat16, `gib` the memory in GiB, `per_node` the number in a
-    node. `name` is the maker's, for the report.
+    `name` is the maker's, for the report; `peak` FLOP/s, dense in bfloat16; `gib` the memory in
+    GiB; `per_node` the usual number of devices in a node. `utilizations` are measurements by model
+    size.
     """
 
     name: str
@@ -41,17 +42,19 @@ class Device:
 
     @property
     def memory(self) -> float:
-        """Return the bytes that a run can take, BASE_BYTES included.
+        """Return the bytes of a device that a run can take: 0.94 of its memory.
 
-        They are the share USABLE_MEMORY of the device's memory.
+        They include `BASE_BYTES`, those of libraries and of the device's context.
         """
         return USABLE_MEMORY * self.gib * GIB
 
     def utilization(self, parameters: int) -> Utilization:
-        """Return the utilization of the model nearest in size by ratio, or ASSUMED.
+        """Return the utilization of the measured model nearest in size, by ratio.
+
+        It is `ASSUMED`, 0.35, if nothing has been measured on the device.
 
         Args:
-            parameters: Parameters of a model, at least 1.
+            parameters: Parameters of the model to estimate, at least 1.
         """
         return min(
             self.utilizations,
@@ -98,7 +101,7 @@ DEVICES = {
 
 
 def get_device(name: str) -> Device:
-    """Return a device by name, such as h100, in any case.
+    """Return the device of `DEVICES` by name, such as h100, in any case.
 
     Raises:
         InputError: The name is unknown.

@@ -10,9 +10,10 @@ from megaenc.training.config import PretrainConfig
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """Layers and parameters of one pipeline stage, counted from 0.
+    """Layers and parameters of one rank of a pipeline stage.
 
-    They are those of all its virtual stages.
+    `index` counts from 0. `layers` are those of all virtual stages. `parameters` are those of one
+    tensor-parallel rank: its shard of matrices, and norms, which are replicated.
     """
 
     index: int
@@ -27,10 +28,12 @@ class PipelineStage:
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """Model and batch of a run in a parallel layout.
+    """Model and batch of a run in a parallel layout on some devices.
 
-    `vocab_size` is without padding, `gpus` the number of all devices. `global_batch_size`, and
-    `micro_batch_size` of a data-parallel rank, are in packs of `seq_length` tokens.
+    `vocab_size` is without padding, `gpus` the number of all devices, `split` the layers of each
+    virtual stage in forward order. `global_batch_size`, and `micro_batch_size` of a data-parallel
+    rank, are in packs of `seq_length` tokens. `bf16` is whether weights and activations are
+    bfloat16, else float32.
     """
 
     shape: ModelConfig
@@ -90,21 +93,27 @@ class LayoutCase:
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches per step of the rank with most packs."""
+        """Return the micro-batches per step of the data-parallel rank with most packs.
+
+        With an interleaved schedule, they are rounded up to a multiple of the pipeline stages.
+        """
         multiple = self.num_stages if self.virtual_stages > 1 else 1
         rows = math.ceil(self.largest_share / self.micro_batch_size)
         return math.ceil(rows / multiple) * multiple
 
     @property
     def largest_share(self) -> int:
-        """Return the packs of a global batch of the data-parallel rank with most."""
+        """Return the packs per step of the data-parallel rank with most packs.
+
+        It is the global batch size over the data-parallel size, rounded up.
+        """
         return math.ceil(self.global_batch_size / self.data_parallel_size)
 
     @property
     def packs_at_once(self) -> int:
         """Return the packs of a replica's largest micro-batch.
 
-        They are at most --micro-batch-size.
+        They are at most `micro_batch_size`, and fewer if a rank has too few packs.
         """
         return math.ceil(self.largest_share / self.micro_batches)
 
@@ -131,9 +140,9 @@ class LayoutCase:
 
     @property
     def sequence_shards(self) -> int:
-        """Return the number of ranks that divide norms and residuals.
+        """Return the number of ranks that divide the tokens of norms and residuals.
 
-        It is 1 without sequence parallelism.
+        It is the tensor-parallel size with sequence parallelism, else 1.
         """
         return self.tensor_parallel_size if self.layout.sequence_parallel else 1
 
@@ -169,7 +178,7 @@ class LayoutCase:
         )
 
     def build_stage(self, index: int) -> PipelineStage:
-        """Return pipeline stage `index`, counted from 0."""
+        """Return the PipelineStage with an index from 0 to `num_stages` - 1."""
         layers = sum(self.split[index :: self.num_stages])
         is_first = index == 0
         is_last = index == self.num_stages - 1

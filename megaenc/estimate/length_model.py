@@ -37,7 +37,14 @@ _ONE_EOS = SpecialTokens("eod", after=(0,))
 
 @dataclass(frozen=True)
 class LengthModel:
-    """Averages over packs: attention pairs, documents and special tokens."""
+    """Averages per pack that follow from the lengths of documents.
+
+    Attention is within documents, and within pieces of documents that are cut at the ends of packs.
+    `pieces` is the number of both, `squares` the sum of their squared lengths, `local_pairs` that
+    of the ordered token pairs within the window of local layers. `special` counts special tokens,
+    which are never masked, `special_starts` those that begin a document. `source` is text for the
+    report.
+    """
 
     squares: float
     """sum of the squared lengths of documents and pieces of documents"""
@@ -56,14 +63,15 @@ class LengthModel:
 def build_length_model(
     data: DataConfig, document_tokens: tuple[int, ...], window: int | None = None
 ) -> LengthModel:
-    """Return the averages over packs of given lengths, or else of corpora.
+    """Return the LengthModel of given document lengths, or else of corpora.
 
     Without either, a pack is one document. Random-length packing has two chunks per pack for any
     documents.
 
     Args:
-        document_tokens: Lengths of documents, which are equally likely.
-        window: Window of the model's local layers, None without any.
+        data: Packing, sequence length and corpora, which are read if they exist.
+        document_tokens: Lengths of documents, equally likely; () to read the corpora.
+        window: Largest distance in the model's local layers; None without any.
 
     Raises:
         InputError: A corpus is invalid.
@@ -106,9 +114,10 @@ def build_length_model(
 
 
 def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
-    """Return the mean number of token pairs within `window` in a random-length pack.
+    """Return the mean number of ordered token pairs in a random-length pack.
 
-    The mean is over all random cuts in two chunks; 0 if `window` is None.
+    Pairs are in one chunk, at most `window` apart. The mean is over all cuts of `seq_length` tokens
+    in two chunks; it is 0 if `window` is None.
     """
     lengths = range(SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK + 1)
     return (
@@ -121,7 +130,7 @@ def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
 def read_vocab_size(data: DataConfig) -> int | None:
     """Return the largest vocabulary size in the metadata of --data-path's corpora.
 
-    None if none is on this disk.
+    It is None if no corpus is on this disk.
     """
     prefixes = [prefix for source in _find_local_corpora(data) for prefix in source.prefixes]
     sizes = [

@@ -18,7 +18,7 @@ CHUNK_BYTES = 2**25  # as in megaenc.training.checkpoint.state_tensors
 class RankMemory:
     """Peak memory of a rank of one pipeline stage, by term in bytes.
 
-    Terms of 0 bytes are left out.
+    Terms, such as "weights" and "activations", are left out if they are 0.
     """
 
     stage: PipelineStage
@@ -31,7 +31,11 @@ class RankMemory:
 
 
 def compute_max_memory(case: LayoutCase, works: list[ObjectiveWork]) -> RankMemory:
-    """Return the RankMemory with the largest total over stages and objectives."""
+    """Return the RankMemory with the largest total over stages and objectives.
+
+    Args:
+        works: Work of each objective of the run, at least one.
+    """
     memories = [
         compute_stage_memory(case, work, stage) for work in works for stage in case.build_stages()
     ]
@@ -64,7 +68,11 @@ def compute_stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineS
 
 @dataclass(frozen=True)
 class SaveCost:
-    """Bytes of a checkpoint, and the host memory that a save takes on a node."""
+    """Bytes of a checkpoint on disk, and the host memory that a save takes on a node.
+
+    `total` is the checkpoint's size. `synchronous` and `asynchronous` are bytes of a node with
+    `ranks_per_node` ranks, without and with --async-save.
+    """
 
     total: float
     """bytes of weights and optimizer state"""
@@ -76,10 +84,10 @@ class SaveCost:
 
 
 def compute_save_cost(case: LayoutCase, devices_per_node: int) -> SaveCost:
-    """Return the cost of saving a checkpoint.
+    """Return the cost of saving a checkpoint, in bytes.
 
-    Data-parallel ranks have equal shares of weights, moments and master weights. A rank copies a
-    chunk at a time from its accelerator, or with --async-save its whole share.
+    Weights, moments and master weights are divided among data-parallel ranks. A rank copies a chunk
+    of 32 MiB at a time from its accelerator, or with --async-save all that it saves.
     """
     per_parameter = case.value_bytes + 8 + 4 * case.bf16
     ranks = min(case.gpus, devices_per_node)
@@ -96,8 +104,10 @@ def compute_save_cost(case: LayoutCase, devices_per_node: int) -> SaveCost:
 def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
     """Return the maximum number of micro-batches whose activations a stage holds.
 
-    They are in multiples of a full stage. With 1F1B they are the stages from this one to the last;
-    with an interleaved schedule of megatron-core 2 (p - s - 1) + (v - 1) p + 1 virtual stages.
+    It is fractional with virtual stages, in units of all the stage's layers, and at most the
+    micro-batches of a step. With 1F1B it is the number of stages from this one to the last; with v
+    virtual stages on each of p stages, stage s of megatron-core's interleaved schedule holds 2 (p -
+    s - 1) + (v - 1) p + 1 virtual ones.
     """
     after = case.num_stages - stage.index
     if case.virtual_stages == 1:
@@ -109,12 +119,13 @@ def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
 
 
 def layer_activation_bytes(case: LayoutCase, is_cpu: bool) -> dict[str, float]:
-    """Return the bytes by part that a layer saves for backward per micro-batch.
+    """Return the bytes that a layer saves for backward per micro-batch, by part.
 
-    They are those of one rank without recomputation.
+    The parts are norms, projections, attention and mlp; the bytes are those of one rank without
+    recomputation.
 
     Args:
-        is_cpu: Whether it is a CPU, where attention by sdpa saves its output twice.
+        is_cpu: Whether the device is a CPU, where attention by sdpa saves its output twice.
     """
     shape = case.shape
     w = case.value_bytes
@@ -151,7 +162,7 @@ def stage_activation_bytes(
     They are those of one rank. Recomputed activations, embedding, logits and loss do not count.
 
     Args:
-        is_cpu: Whether it is a CPU.
+        is_cpu: Whether the device is a CPU, as in `layer_activation_bytes`.
         work: The objective; None if the last layer computes all positions.
     """
     layout = case.layout

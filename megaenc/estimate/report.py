@@ -25,7 +25,8 @@ class EstimateReport:
     """Estimate of a run's layout and of a suggested layout, if there is one.
 
     `vocabulary` is text about the vocabulary. `is_searched` tells whether a layout was searched;
-    `suggestion` is None if not, or if no layout fits. `price` is that of a device hour.
+    `suggestion` is None if not, or if no layout fits. `price` is that of a device hour, None to
+    print no cost.
     """
 
     model: str
@@ -39,7 +40,7 @@ class EstimateReport:
     price: float | None
 
     def print(self, console: Console) -> None:
-        """Print memory, step times, phases, and the suggested layout's flags."""
+        """Print memory, step times, phases, and the suggested layout's flags to `console`."""
         estimate = self.estimate
         case = estimate.case
         values = self.to_dict()
@@ -172,7 +173,7 @@ class EstimateReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the JSON file: inputs, estimate and suggestion.
 
-        The estimate has all terms; the suggestion is None if there is none.
+        The values are JSON types; `suggestion` is None if there is none.
         """
         better = (
             None

@@ -35,7 +35,11 @@ _RECOMPUTE = (
 
 @dataclass(frozen=True)
 class Workload:
-    """Computation of a run in any layout."""
+    """Computation of a run in any layout: phases of its schedule, and validations.
+
+    `validations` is their number; each computes `validation_batches` global batches, over all
+    objectives.
+    """
 
     phases: tuple[PhaseWork, ...]
     validations: int
@@ -58,7 +62,7 @@ class StepCost:
     """Cost of a step of one objective at the full batch size.
 
     `predicted_share` is the fraction of the tokens whose logits are computed, from 0 to 1. `flops`
-    are those of all devices, both passes, without recomputation.
+    are those of all devices, forward and backward, without recomputation; `seconds` include it.
     """
 
     objective: str
@@ -69,7 +73,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """Cost of one phase of the run, from its first to its last step.
+    """Cost of one phase of the run, from step `first` to step `last`, inclusive.
 
     Steps are counted from 1. `tokens` and `flops` are those of all devices; tokens that a step
     reads in several passes count once.
@@ -85,10 +89,11 @@ class PhaseCost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and time of a run in one layout.
+    """Memory and time of a run in one layout, as of `estimate_layout`.
 
     `memory` is that of the rank with the largest peak, under the objective that needs most; `fits`
-    tells whether the device has it.
+    tells whether the device has it. `idle` is the fraction of a step in which pipeline stages wait
+    for each other, `validation` the seconds of all validations.
     """
 
     case: LayoutCase
@@ -113,23 +118,23 @@ class Estimate:
 
 
 def compute_idle_fraction(case: LayoutCase) -> float:
-    """Return the share of a step, from 0 to 1, in which stages are idle.
+    """Return the fraction of a step, from 0 to 1, in which pipeline stages are idle.
 
-    It is (p - 1) of m v + p - 1, with v chunks on each of p stages and m micro-batches.
+    It is (p - 1) / (m v + p - 1), with m micro-batches, and v virtual stages on each of p stages.
     """
     waiting = case.num_stages - 1
     return waiting / (case.micro_batches * case.virtual_stages + waiting)
 
 
 def compute_step_seconds(case: LayoutCase, flops: float, speed: float) -> float:
-    """Return the seconds of a step of `flops` at `speed`, in FLOP/s of all devices.
+    """Return the seconds of a step, without communication.
 
-    Ranks with the largest share of the batch are waited for, and the pipeline's idle time is
-    included, but no communication. Full recomputation repeats the forward pass, a third of the
-    work.
+    Ranks with the most packs are waited for, and the pipeline's idle time is included. Full
+    recomputation repeats the forward pass, a third of the work.
 
     Args:
-        flops: FLOPs of the global batch, both passes, without recomputation.
+        flops: FLOPs of the global batch, forward and backward, without recomputation.
+        speed: FLOP/s of all devices together while none is idle.
     """
     load_ratio = case.largest_share * case.data_parallel_size / case.global_batch_size
     repeated = 4 / 3 if case.layout.recompute_granularity == "full" else 1.0
@@ -182,7 +187,7 @@ def estimate_layout(
 
 
 def find_simplest_layout(case: LayoutCase, workload: Workload, device: Device) -> LayoutCase | None:
-    """Return the simplest layout that fits, None if none does.
+    """Return `case` in the simplest layout that fits, None if none does.
 
     It has the fewest ranks of a replica, then the least recomputation, then the largest
     micro-batch. Global batch size, model and number of devices stay. Layouts with virtual stages
@@ -229,9 +234,10 @@ def _list_candidates(case: LayoutCase, device: Device) -> Iterator[list[LayoutCa
 
 
 def format_layout_flags(case: LayoutCase) -> list[str]:
-    """Return the flags of `megaenc pretrain` for a layout, quoted for a shell.
+    """Return the flags of `megaenc pretrain` for a layout, as words for a shell.
 
-    These are --micro-batch-size, and layout flags that are not the default.
+    These are --micro-batch-size, and layout flags that are not the default. Words with special
+    characters are quoted.
     """
     words = ["--micro-batch-size", str(case.micro_batch_size)]
     for name in _LAYOUT_FIELDS:

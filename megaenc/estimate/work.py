@@ -12,7 +12,14 @@ from megaenc.training.config import PretrainConfig
 
 @dataclass(frozen=True)
 class ObjectiveWork:
-    """Average work of one pack under an objective."""
+    """Mean work of one pack under an objective; counts may be fractional.
+
+    `tokens` is the pack's length, `predicted` the positions whose logits are computed. `squares`
+    and `local_pairs` are as in `LengthModel`; the `visible_` ones count only parts with
+    bidirectional attention. `selects_rows` is whether the last layer computes only the predicted
+    positions after its attention, `classes` the size of an objective's own output layer, 0 if it
+    predicts tokens.
+    """
 
     objective: str
     tokens: int
@@ -34,7 +41,7 @@ class ObjectiveWork:
     """classes of an objective with logits of its own; 0 if it predicts tokens"""
 
     def body_flops(self, shape: ModelConfig) -> float:
-        """Return the FLOPs of the layers' matrix products in a pack, both passes.
+        """Return the FLOPs of the linear layers in a pack, forward and backward.
 
         All positions are computed in all layers; `unneeded_flops` is not subtracted.
         """
@@ -46,11 +53,11 @@ class ObjectiveWork:
         return self.tokens - self.predicted if self.selects_rows and self.predicted else 0.0
 
     def unneeded_flops(self, shape: ModelConfig) -> float:
-        """Return the FLOPs of a pack that leaving out tokens saves, both passes."""
+        """Return the FLOPs, forward and backward, that `unneeded_tokens` save in a pack."""
         return self.unneeded_tokens * shape.unselected_flops_per_token()
 
     def attention_flops(self, shape: ModelConfig) -> float:
-        """Return all layers' attention FLOPs of a pack, both passes.
+        """Return all layers' attention FLOPs of a pack, forward and backward.
 
         They follow from the squared lengths of documents and bidirectional parts, and in local
         layers from the pairs of tokens within the window.
@@ -63,9 +70,9 @@ class ObjectiveWork:
         return global_flops + flops_per_pair * local * (self.local_pairs + self.visible_local_pairs)
 
     def head_flops(self, shape: ModelConfig, vocab_size: int) -> float:
-        """Return the FLOPs of output layer and prediction head of a pack, both passes.
+        """Return the FLOPs of a pack's output layer and prediction head, in both passes.
 
-        Only the predicted positions count.
+        The passes are forward and backward. Only the predicted positions count.
 
         Args:
             vocab_size: Vocabulary without padding; unused if the objective has its own classes.
@@ -73,7 +80,9 @@ class ObjectiveWork:
         return float(shape.head_flops(self.classes or vocab_size, self.predicted))
 
     def flops(self, shape: ModelConfig, vocab_size: int) -> float:
-        """Return all FLOPs of a pack, both passes, without recomputation or padding.
+        """Return all FLOPs of a pack, forward and backward.
+
+        Recomputation and padding of the vocabulary do not count.
 
         Args:
             vocab_size: As in `head_flops`.
@@ -84,10 +93,11 @@ class ObjectiveWork:
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """Work of one phase of the schedule, from its first to its last step.
+    """Work of one phase of the schedule, from step `first` to step `last`, inclusive.
 
-    Steps are counted from 1. `parts` has the average number of steps of each objective, which add
-    up to the steps of the phase.
+    Steps are counted from 1; `text` is the phase in the schedule. `parts` has the mean number of
+    steps of each objective, which add up to the steps of the phase. `batches` has (global batch
+    size, steps with it). Each step reads its packs `passes` times, with an objective for each pass.
     """
 
     text: str
@@ -101,7 +111,9 @@ class PhaseWork:
 
 
 def build_schedule(config: PretrainConfig, vocab_size: int) -> Schedule:
-    """Return a run's schedule for any vocabulary of `vocab_size`.
+    """Return a run's objective schedule, for sizes and steps only.
+
+    Its vocabulary has `vocab_size` ids but placeholders as EOS, mask and special tokens.
 
     Raises:
         InputError: The schedule is wrong.
@@ -114,12 +126,13 @@ def build_schedule(config: PretrainConfig, vocab_size: int) -> Schedule:
 
 
 def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> list[PhaseWork]:
-    """Return a run's phases with their average work, for a branch from --branch-at on.
+    """Return a PhaseWork for each phase of a run's schedule, in order.
 
-    Phases that end at or before --branch-at are left out.
+    Of a branch, steps up to --branch-at are left out.
 
     Args:
         vocab_size: Vocabulary without padding.
+        docs: Document lengths of the training data.
 
     Raises:
         InputError: The schedule is wrong.
@@ -146,9 +159,12 @@ def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> 
 def compute_objective_work(
     start: Objective, end: Objective, config: PretrainConfig, docs: LengthModel
 ) -> ObjectiveWork:
-    """Return a pack's average work under an objective.
+    """Return a pack's mean work under an objective whose options change linearly.
 
-    The options of the objective go linearly from `start` to `end`.
+    Args:
+        start: The objective with its options at the first step.
+        end: The same objective with those at the last step; `start` if they are constant.
+        docs: Document lengths of the training data.
     """
     length = config.data.seq_length
     unpredicted = 0.0
