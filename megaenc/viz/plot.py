@@ -64,7 +64,14 @@ class PlotConfig:
 
 @dataclass(frozen=True)
 class PlottedPhase:
-    """Part of one objective in a section of a run, to be plotted."""
+    """Logged losses of one objective in a section of a run, to be plotted.
+
+    A section is a phase, or several short ones. `start` and `end` are those of the section and `x`
+    the positions of the R losses, all in units of the x axis. `x` and `loss` are float64[R].
+    `fraction` of the section's logged steps have this objective; its background reaches from
+    `band_top - fraction` to `band_top` of the panel's height, as the objectives of a section are
+    stacked.
+    """
 
     objective: str
     start: float
@@ -104,7 +111,8 @@ def split_phases(
 
     Args:
         steps: Rows of metrics.jsonl, at least one.
-        start_progress: As in `draw_run`.
+        against: Field of the rows on the x axis.
+        start_progress: `step` and the field `against` before the first step; None: 0.
     """
     before = 0
     start = 0
@@ -149,20 +157,16 @@ def draw_run(
     against: Against = "step",
     start_progress: Row | None = None,
 ) -> Any:
-    """Draw the losses of one run above its learning rate.
+    """Draw the losses of one run above its learning rate; return a matplotlib Figure.
 
-    They are the training loss by phase and the held-out losses. Losses by position in the last
-    validation, if it has them, are in a further panel, and in a blend the changes of the held-out
-    loss of each corpus.
+    They are the training loss by phase and the held-out losses. Further panels have the losses by
+    position in the last validation, and in a blend the changes of each corpus's held-out loss.
 
     Args:
         steps: Rows of metrics.jsonl, at least one.
-        validation_rows: Rows of validation.jsonl.
+        validation_rows: Rows of validation.jsonl; may be empty.
         against: Field of the rows on the x axis.
         start_progress: `step` and the field `against` before the first step; None: 0.
-
-    Returns:
-        A matplotlib Figure.
     """
     from matplotlib.figure import Figure
 
@@ -371,9 +375,10 @@ def _draw_positions(panel: Any, validation: Row, style: dict[str, tuple[str, str
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
-    """Return the run paths by name: the shortest path endings that differ.
+    """Return the run directories, as given, by a short name.
 
-    All names have as many parts of the path; the order is that of `runs`.
+    Names are the shortest endings of the paths that differ, all with as many parts; the order is
+    that of `runs`.
 
     Raises:
         InputError: A run is given twice.
@@ -395,16 +400,15 @@ def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
 
 @without_math_text
 def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple[Any, str]:
-    """Draw the held-out losses of several runs, a panel per objective common to all.
+    """Draw the held-out losses of several runs; return (Figure, line of text on it).
 
-    Pseudo-perplexities of as many passes share a panel, with each run's lowest loss of any shift.
+    There is a panel per objective common to all runs; the text names those left out.
+    Pseudo-perplexities that differ only in the shift count as one, of which each run's curve with
+    the lowest last loss is drawn.
 
     Args:
-        curves: Held-out curves by name of each run, at least one.
+        curves: Held-out curves by name of each run, at least one run.
         against: Quantity of the curves' x values, for the axes.
-
-    Returns:
-        A matplotlib Figure, and a line of text that describes it.
 
     Raises:
         InputError: No objective is common to all runs.
@@ -502,14 +506,16 @@ def _merge_shifts(curves: HeldOutCurves) -> tuple[HeldOutCurves, dict[str, str]]
 def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
     """Draw one run, or the held-out losses of several, to an image file.
 
-    Args:
-        output: .png, .pdf or .svg file; an existing one is replaced, a missing directory created.
+    Returns a line that describes the plot.
 
-    Returns:
-        A line that describes the plot.
+    Args:
+        runs: Run directories, at least one.
+        output: .png, .pdf or .svg file; an existing one is replaced, a missing directory created.
+        against: Quantity on the x axis.
 
     Raises:
-        InputError: A run or the output file is invalid.
+        InputError: A run or the output file is invalid, or several runs have no objective in
+            common.
     """
     output = Path(output)
     if output.suffix.lower() not in _FORMATS:

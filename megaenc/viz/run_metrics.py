@@ -113,7 +113,7 @@ _PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
-    """Return the checked rows of metrics.jsonl of a run, by ascending step.
+    """Return the checked rows of metrics.jsonl of a run directory, by ascending step.
 
     A loss that was NaN or infinite is None; an unfinished last line is left out.
 
@@ -138,8 +138,8 @@ def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
 def read_validations(run: str | Path, *more: str) -> list[Row]:
     """Return the checked rows of validation.jsonl of a run; empty without the file.
 
-    They are by ascending step. A score that was NaN or infinite is None; an unfinished last line is
-    left out.
+    They are by ascending step, with `step` and `objectives`: loss, accuracy and other scores by
+    objective. A score that was NaN or infinite is None; an unfinished last line is left out.
 
     Args:
         more: Further fields that each row must have.
@@ -151,7 +151,9 @@ def read_validations(run: str | Path, *more: str) -> list[Row]:
 
 
 def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
-    """Return the rows of validation.jsonl of a run that have a result.
+    """Return the rows of validation.jsonl of a run that have scores of an objective.
+
+    They are as of `read_validations`.
 
     Args:
         more: Further fields that each row must have.
@@ -169,9 +171,10 @@ def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
 
 
 def read_run_json(run: str | Path) -> dict[str, Any]:
-    """Return the content of run.json of a run.
+    """Return the checked content of run.json of a run directory.
 
-    `start` and `identity` are {} if the file lacks them.
+    Its fields include `parameters`, and `start` and `identity` (starting point and settings), which
+    are {} if the file lacks them.
 
     Raises:
         InputError: The file is missing or invalid.
@@ -182,7 +185,7 @@ def read_run_json(run: str | Path) -> dict[str, Any]:
 
 
 def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
-    """Return `parameters` and `train_iters` of a run: model size and planned steps.
+    """Return {"parameters", "train_iters"} of a run: model size and planned steps.
 
     They are read from run.json. Planned steps of a branch include those before it.
 
@@ -199,7 +202,7 @@ def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
 def read_start_progress(run: str | Path) -> Row:
     """Return step, tokens, predicted_tokens and flops before a run's first step.
 
-    They are those of the parent for a branch, else 0, also without a run.json.
+    They are those of the parent at that step for a branch, else 0, also without a run.json.
 
     Raises:
         InputError: run.json is invalid, or lacks a field of the branch.
@@ -224,13 +227,13 @@ HeldOutCurves = dict[str, tuple[list[float], list[float]]]
 
 
 def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCurves:
-    """Return the progress and held-out loss at each validation by objective.
+    """Return (x values, held-out losses) of all validations, by objective.
 
     Validations without a loss are left out, and so are objectives that never have one.
 
     Args:
         validations: Rows of validation.jsonl.
-        against: Field of the progress.
+        against: Field of the rows for the x values: step, tokens, predicted_tokens or flops.
     """
     curves: HeldOutCurves = {}
     for row in validations:
@@ -243,20 +246,21 @@ def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCur
 
 
 def is_pseudo_perplexity(objective: str) -> bool:
-    """Return whether a name in validation.jsonl is a pseudo-perplexity.
+    """Return whether an objective's name in validation.jsonl is a pseudo-perplexity.
 
-    It may be on a named set (NAME/OBJECTIVE).
+    It may be on a named validation set (NAME/OBJECTIVE).
     """
     return f"{PseudoPerplexity.name}(" in objective
 
 
 def training_seconds(steps: list[Row], start_step: int = 0) -> float:
-    """Return the seconds in training steps after step `start_step`.
+    """Return the seconds that the steps after `start_step` took, without other work.
 
     A step that was not logged counts as the next logged one.
 
     Args:
         steps: Rows of metrics.jsonl, all after `start_step`.
+        start_step: Step of the parent at which a branch began; else 0.
     """
     seconds = 0.0
     for row in steps:

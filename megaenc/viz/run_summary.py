@@ -36,7 +36,12 @@ class RunSummaryConfig:
 
 @dataclass(frozen=True)
 class HeldOutGain:
-    """Held-out loss and accuracy of one objective at the first and last validation."""
+    """Held-out loss and accuracy of one objective at the first and last validation.
+
+    Pairs are (first, last). Losses are in nats per predicted token, accuracies fractions from 0 to
+    1. `most_frequent` is the accuracy of always predicting the most frequent label, at the last
+    validation; `corpora` has the losses by prefix of each corpus of a blend.
+    """
 
     objective: str
     loss: tuple[float, float]
@@ -59,7 +64,13 @@ class HeldOutGain:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Key numbers of a run, and the change of its held-out losses."""
+    """Key numbers of a run, and the change of its held-out losses.
+
+    `step` is the last logged one of `train_iters`, `parameters` the model's size. `tokens` are
+    those up to `step`, including the `tokens_before` of a branch's parent up to step `branched_at`;
+    `seconds` those in the run's own training steps. `gains` compares the two validations by
+    objective. `is_same_text` is whether both read the same packs.
+    """
 
     step: int
     """last logged step"""
@@ -85,10 +96,10 @@ class RunSummary:
 
 
 def summarise(run: str | Path) -> RunSummary:
-    """Return the key numbers of a run directory.
+    """Return the RunSummary of a run directory.
 
     Raises:
-        InputError: A file is invalid, or the run has no step or no validation.
+        InputError: A file is missing or invalid, or the run has no step or no validation.
     """
     steps = read_steps(run)
     facts = read_model_size_and_steps(run)

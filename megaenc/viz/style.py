@@ -36,7 +36,7 @@ STYLES = [(_COLOURS[index % 6], _MARKERS[index % 7]) for index in range(42)]
 def assign_styles(names: list[str]) -> dict[str, tuple[str, str]]:
     """Return (colour, marker) by name, assigned in order of first appearance.
 
-    Pairs repeat after 42 names.
+    Colours are hex texts, markers those of matplotlib. Pairs repeat after 42 names.
     """
     return dict(zip(dict.fromkeys(names), itertools.cycle(STYLES), strict=False))
 
