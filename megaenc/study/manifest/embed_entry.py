@@ -53,14 +53,12 @@ def build_embed_entry(
 ) -> tuple[EmbedEntry, dict[str, Any]]:
     """Return the manifest section `embed` and the flags of contrastive training.
 
-    Relative paths start from `data_dir`; files need not exist yet.
+    The first has `data_dir` before its relative paths; files need not exist yet. The second has the
+    flags that the manifest sets, by field name.
 
     Args:
         values: Values of the section by key.
-
-    Returns:
-        The entry, with `data_dir` before its paths, and by field name the flags of contrastive
-        training that the manifest sets.
+        data_dir: Directory that relative paths start from.
 
     Raises:
         InputError: A value is unknown, repeated, missing or impossible.

@@ -81,7 +81,13 @@ class ManifestEntry:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Model of a study: the end of one pretraining run."""
+    """Model of a study: the end of one pretraining run, as built by `expand_models`.
+
+    `config` is that of the run without schedule and steps, `flags` those of `megaenc pretrain`
+    behind it. Steps, such as `warmup`, `decay` and `checkpoints`, are those of the run: from 1,
+    without those of the parent, the model named `after`, whose weights are continued ("": new
+    weights). `evaluate` is whether the end is evaluated; `checkpoints` are evaluated too.
+    """
 
     name: str
     key: ModelKey
@@ -131,7 +137,7 @@ class PlannedModel:
 
         The key is not decayed and has the CLM and MLM steps up to `step`, which counts the run's
         own steps from 1, without a parent's; the parent's are in the key as well. In mixtures,
-        parts of steps are rounded. Whether `step` is before the decay is not checked.
+        fractions of steps are rounded. Whether `step` is before the decay is not checked.
         """
         intermediate = replace(self.key, decayed=False, budget=self.steps)
         if self.key.cpt_mlm_steps:
@@ -146,10 +152,10 @@ class PlannedModel:
         return replace(intermediate, clm_steps=clm, mlm_steps=step - clm, mask_ratio=mask)
 
     def phase_fractions(self, after: int, last: int) -> list[tuple[PhaseWork, float]]:
-        """Return each phase with the share of its steps that are in after + 1..last.
+        """Return each phase with the fraction of its steps that are in after + 1..last.
 
         Returns:
-            (phase, share) for all phases in order, with shares from 0 (outside) to 1.
+            (phase, fraction) for all phases in order, with fractions from 0 (outside) to 1.
         """
         fractions = []
         for phase in self.phases:
@@ -171,16 +177,16 @@ def expand_models(
 ) -> tuple[PlannedModel, ...]:
     """Return the models of all entries, parents first, else in the order of `entries`.
 
-    Models that train differently under the same columns of a ModelKey get keys with their
-    differing flags as `schedule`.
+    Models that train differently under the same columns of a ModelKey get keys with their differing
+    flags as `schedule`.
 
     Args:
-        sizes: Flags of `megaenc pretrain` by size, which override those of `pretrain`.
-        pretrain: Flags of `megaenc pretrain` of all models.
+        sizes: Flags of `megaenc pretrain` by size; they override those of `pretrain`.
+        pretrain: Flags of all models, by field name, with paths resolved.
 
     Raises:
         InputError: An entry is invalid, a name of a model or checkpoint repeated, or the number of
-            models, checkpoints or phases too large; the message starts with the entry's place.
+        models, checkpoints or phases too large; the message starts with the entry's place.
     """
     for size in sizes:
         _check_name("sizes", size)

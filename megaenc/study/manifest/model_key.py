@@ -26,7 +26,14 @@ _PARAMETER_COUNT = re.compile(r"\d+(\.\d+)?[kmb]")
 
 @dataclass(frozen=True, order=True)
 class ModelKey:
-    """Identity of a model or of an intermediate checkpoint."""
+    """Identity of a model or of an intermediate checkpoint, for tables and names.
+
+    `clm_steps`, then `mlm_steps`, are those of the first run; `cpt_mlm_steps` are MLM steps after
+    its decayed end. `mask_ratio` is a fraction, None if nothing is masked. `decayed` is False for
+    an intermediate checkpoint. `schedule` is the objective schedule if the columns cannot express
+    it. `budget`, which is not compared, is the total of an intermediate checkpoint's run; 0:
+    42,000.
+    """
 
     size: str
     """"210M", "610M", "1B", or a name of the manifest's `sizes`"""
@@ -109,7 +116,7 @@ def parse_model_name(name: str) -> ModelKey | None:
     """Return the ModelKey of a name by `format_model_name`; None for any other name.
 
     It is None too for names with an objective schedule, with a suffix such as a learning rate, or
-    with two different mask ratios. Sizes that are numbers get capitals: 610m becomes 610M.
+    with two different mask ratios. A size that is a number gets capitals: 610m becomes 610M.
     """
     match = _NAME.fullmatch(name)
     if not match:

@@ -60,9 +60,12 @@ STEP_FLAGS = {
 def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
     """Check the flags of `megaenc pretrain` in a section of the manifest.
 
+    Args:
+        source: Place of the section, such as `sizes: 610m`, for error messages.
+        flag_values: Values by field name.
+
     Raises:
-        InputError: A flag is unknown, has a wrong value, or is one that the study sets itself; the
-            message names `source`.
+        InputError: A flag is unknown, has a wrong value, or is one that the study sets itself.
     """
     for name in flag_values:
         if name in RESERVED_FLAGS:
@@ -75,11 +78,15 @@ def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
 def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -> PretrainConfig:
     """Return the PretrainConfig of flags over the preset of their `model`, else tiny.
 
-    bf16 is on by default, as if the processor supported it: detecting that takes torch, and the run
-    may be on another machine.
+    bf16 is on by default, as if the device supported it: detecting that takes torch, and the run
+    may be on another machine. Flags that contradict each other are not detected.
+
+    Args:
+        flag_values: Values by field name.
+        source: Place of the flags, for error messages.
 
     Raises:
-        InputError: A flag is invalid; the message names `source`.
+        InputError: A flag is unknown or has a wrong value.
     """
     values = {str(name): value for name, value in flag_values.items()}
     with prefix_errors(source):
@@ -100,10 +107,10 @@ def check_run_config(run: PretrainConfig) -> None:
 
 
 def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
-    """Return flags of `megaenc pretrain` with `data_dir` before their paths.
+    """Return a copy of flags of `megaenc pretrain` with `data_dir` before their paths.
 
-    Paths are those of data_path, except weights, and of valid_data_path (after NAME=), and the
-    tokenizer if it exists in `data_dir`. Absolute paths stay, and so does `flag_values`.
+    Paths are the words of data_path except weights, those of valid_data_path (after NAME=), and the
+    tokenizer if it exists in `data_dir`. Absolute paths stay. Nothing else must exist.
     """
     resolved = {str(name): value for name, value in flag_values.items()}
     if "data_path" in resolved:
@@ -141,11 +148,11 @@ def _resolve_corpus(word: Any, data_dir: Path) -> Any:
 
 
 def warmup_and_decay_steps(rates: LearningRateConfig, total: int) -> tuple[int, int]:
-    """Return the numbers of warm-up and decay steps of a run of `total` steps.
+    """Return (warm-up steps, decay steps) of a run of `total` steps.
 
     Raises:
         InputError: The two exceed `total`, decay is below 1, or the decay style is not WSD: models
-            share the steps before their decay.
+        share the steps before their decay.
     """
     if rates.lr_decay_style != WSD:
         remedy = "give lr_wsd_decay_style and a longer lr_wsd_decay_fraction instead"
@@ -173,7 +180,7 @@ def warmup_and_decay_steps(rates: LearningRateConfig, total: int) -> tuple[int, 
 
 @contextlib.contextmanager
 def prefix_errors(place: str) -> Iterator[None]:
-    """Put `PLACE: ` before the message of an InputError raised inside the context.
+    """Put `PLACE: ` before the message of an InputError raised in the `with` block.
 
     `place` is a location in the manifest.
     """

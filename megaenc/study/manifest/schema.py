@@ -93,14 +93,19 @@ class HardwareEntry:
     def rate(self, size: str) -> float:
         """Return the pretraining tokens per second of one device; 0.0 if unknown.
 
-        Without an entry of its own, `size` has the throughput of all sizes.
+        It is that of `size` in `tokens_per_second_of`, else that of all sizes.
         """
         return float(self.tokens_per_second_of.get(size, self.tokens_per_second))
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Checked content of a manifest."""
+    """Checked content of a manifest, as of `read_manifest`.
+
+    `models` has all models, parents before those that continue them; `data_dir` is the directory
+    that relative data paths start from. Data paths in `finetune_flags` and `embed` are resolved.
+    `finetune` and `embed` are None if the manifest lacks the section.
+    """
 
     path: Path
     title: str
@@ -122,7 +127,7 @@ class Manifest:
     """Flags of contrastive training that the manifest sets."""
 
     def model_keys(self) -> dict[str, ModelKey]:
-        """Return the ModelKey of every evaluated checkpoint by name.
+        """Return the ModelKey of every evaluated checkpoint by its name.
 
         Ends of models come first, then intermediate checkpoints; models with `evaluate` false have
         only the latter.
@@ -132,8 +137,8 @@ class Manifest:
     def checkpoints(self) -> Iterator[tuple[str, ModelKey, PlannedModel, int]]:
         """Yield (name, key, model, step) of every evaluated checkpoint.
 
-        The order is that of `model_keys`. `step` counts from the start of the model's own run, also
-        if it continues a parent.
+        The order is that of `model_keys`. `step` counts from 1 in the model's own run, also if it
+        continues a parent.
         """
         for model in self.models:
             if model.evaluate:

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyScope:
-    """Checkpoints, sizes, grid and data sets of a manifest; empty without one."""
+    """Checkpoints, sizes, grid and data sets of a manifest; empty without a manifest.
+
+    `model_keys` are of the evaluated checkpoints by name, `sizes` by ascending number of
+    parameters. `grid` is None if nothing is fine-tuned. `datasets` are (task family, data set)
+    pairs, with "" as family if only the data determines it; `retrieval_sets` those of zero-shot
+    retrieval, and `contrastive_seeds` the seeds of training before it.
+    """
 
     model_keys: Mapping[str, ModelKey] = field(default_factory=dict)
     """evaluated checkpoints by name: ends of models in the manifest's order, then intermediate

@@ -18,7 +18,11 @@ from megaenc.finetune.grid.command import GridConfig
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Data set to fine-tune on, with those to evaluate on (several in retrieval)."""
+    """Data set to fine-tune on, with those to evaluate on (several in retrieval).
+
+    `train_on` and `datasets` are names in results. `family` is SC, TC, QA or IR, or "" for local
+    files, which determine it when they are read.
+    """
 
     train_on: str
     """name in results"""

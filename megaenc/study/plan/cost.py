@@ -22,8 +22,9 @@ RESULT_BYTES = 272_000
 class StageChain(NamedTuple):
     """Chain of stages, each of which waits for the one before.
 
-    `stages` are ids; `hours` pass until the last stage ends, None if the throughput of pretraining
-    is unknown. Unknown seconds of the other stages count as 0.
+    `stages` are ids. `hours` pass from the study's start to the end of the chain, with all runs of
+    a fine-tuning grid in parallel; None if the throughput of pretraining is unknown. Unknown
+    durations of other stages count as 0.
     """
 
     hours: float | None
@@ -32,7 +33,13 @@ class StageChain(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyCost:
-    """Cost of a study: pretraining, fine-tuning, contrastive training and disk."""
+    """Cost of a study: pretraining, fine-tuning, contrastive training and disk.
+
+    `groups` has the pretraining cost by group of models, (with, without) shared prefixes, and
+    `with_sharing` and `without_sharing` the sums. Runs are counted, hours are device hours, None if
+    unknown, and `disk` is in bytes by kind. The longest chains are critical paths: a branch starts
+    once its checkpoint exists, or (`run_by_run`) at its parent's end.
+    """
 
     groups: dict[str, tuple[TrainingCost, TrainingCost]]
     """Pretraining cost by group of models, with and without shared prefixes. Without them, each
@@ -62,10 +69,10 @@ class StudyCost:
 
 
 def compute_study_cost(graph: StageGraph) -> StudyCost:
-    """Return the training, hours, disk and critical path that a graph of stages costs.
+    """Return the cost of all stages of a study, finished ones included.
 
-    Finished stages count too. Hours are None if the manifest's hardware lacks the throughput or the
-    seconds of a run that they follow from.
+    Hours are None if the manifest's hardware lacks the throughput or the seconds of a run that they
+    follow from.
     """
     groups = {model.group: (TrainingCost(), TrainingCost()) for model in graph.manifest.models}
     for run in graph.runs.values():

@@ -38,7 +38,12 @@ the branch step or 0.
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Stages of a study, by name, parents first."""
+    """Stages of a study, as of `build_graph`, each after those that it needs.
+
+    `runs` are by name of the model at the end, `exports` and `embeds` by name of the evaluated
+    checkpoint, `grids` by stage id, as a checkpoint has one for each training set. `corpus` is None
+    if the study builds no corpus.
+    """
 
     manifest: Manifest
     corpus: CorpusStage | None
@@ -75,11 +80,11 @@ def build_graph(
 
     Args:
         study: Study directory; its existing runs keep their start, and others branch off them at
-            checkpoints that exist. None to read no directory, as for a plan.
+        checkpoints that exist. None: read no directory, as for a plan.
         processes: Processes per pretraining run; 0: the manifest's devices.
         grid_jobs: Fine-tuning runs in parallel per grid; 0: as many as the machine has room for.
-        data_flags: data_path and tokenizer of pretraining, replacing the manifest's; without effect
-            if the study builds its corpus.
+        data_flags: data_path and tokenizer of pretraining, replacing the manifest's; unused if the
+        study builds its corpus.
     """
     starts = _plan_starts(manifest.models, study)
     study = study or Path()
@@ -304,11 +309,11 @@ def _find_branch_step(run: Path, step: int) -> int:
 
 
 def count_shared_steps(first: PlannedModel, second: PlannedModel) -> int:
-    """Return the number of first steps that two models have in common.
+    """Return the number of first steps that the runs of two models can share.
 
-    Steps are common if their objectives are the same and neither model's rate has begun to decay.
-    A phase within which an option changes is shared as a whole or not at all. Flags, warm-up, seed
-    and parent are not compared: the caller makes sure that they are equal.
+    These have the same objectives and come before either run's decay. A phase within which an
+    option changes is shared completely or not at all. Flags, warm-up, seed and parent must be the
+    same, which is not checked.
     """
     first_phases = first.phases
     second_phases = second.phases

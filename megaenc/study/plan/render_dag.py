@@ -28,7 +28,12 @@ _MAX_BARS = 5_000  # they take 3 milliseconds each
 
 @dataclass(frozen=True)
 class DagRow:
-    """Row of a drawing: a run, its place, and the tree lines in front of it."""
+    """Row of a drawing: a run, its place, and the tree lines in front of it.
+
+    `offset` is the number of steps of the model that the run continues, which come before its step
+    0; `parent` the index of the parent's row, None for a trunk. `rails` are the tree lines in front
+    of the name, `stem` those that continue below it.
+    """
 
     run: PretrainStage
     offset: int = 0
@@ -79,8 +84,8 @@ def layout_rows(graph: StageGraph) -> list[DagRow]:
 def format_tree(graph: StageGraph) -> Iterator[str]:
     """Yield the lines of a tree of runs, grouped by size.
 
-    A line has name, start, own steps, phases, remarks on an inferred or unevaluated model, and
-    intermediate checkpoints.
+    A line has name, start, number of own steps, phases, remarks on an inferred or unevaluated
+    model, and intermediate checkpoints.
     """
     rows = layout_rows(graph)
     intermediate: dict[str, list[int]] = defaultdict(list)

@@ -11,7 +11,12 @@ from megaenc.study.manifest.schema import Manifest
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Cost of some training steps."""
+    """Cost of some training steps, summed over devices.
+
+    `tokens` are those of the packs, each once, also if a step reads its packs several times;
+    `flops` are of forward and backward, for every reading. `device_hours` is None if the throughput
+    is unknown.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -35,7 +40,8 @@ def compute_training_cost(
 ) -> TrainingCost:
     """Return the TrainingCost of steps after + 1..last of a model's run.
 
-    Steps count from 1, without those of a model that it continues.
+    Steps count from 1, without those of a model that it continues; with `after` 0 the first step is
+    included.
     """
     config = model.config
     tokens_per_second = manifest.hardware.rate(model.key.size)

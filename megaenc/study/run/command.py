@@ -257,7 +257,8 @@ def print_summary(
 
     Args:
         stages: Stages of this execution, each after those that it needs.
-        failed: Reasons of failures by stage id.
+        study: Study directory.
+        failed: Reasons of failures by stage id, as of `execute_stages`.
         seconds: Duration of this execution.
 
     Raises:
@@ -313,11 +314,13 @@ def resolve_study_dir(output: str, command: str) -> Path:
 def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> list[StageRunner]:
     """Return the stages whose id or name matches any of `only`, and their needs.
 
-    All stages are returned if `only` is empty. The id of a grid's stage also matches without its
-    training set.
+    All stages are returned if `only` is empty. The order is that of `stages`.
 
     Args:
-        only: Ids or names of models and checkpoints; * and ? are wildcards.
+        stages: Stages by id, each after those that it needs.
+        only: Names of models and checkpoints, or stage ids, of grids also without `@SET`; * and ?
+            are
+        wildcards.
 
     Raises:
         InputError: A pattern has no match.
@@ -340,13 +343,16 @@ def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> lis
 
 
 def device_slots(jobs: int) -> list[str]:
-    """Return the device of each of `jobs` parallel processes.
+    """Return the visible GPU of each of `jobs` parallel processes.
+
+    GPUs are as in CUDA_VISIBLE_DEVICES, and used in turn if there are more processes; "" without
+    GPUs.
 
     Args:
         jobs: Number of processes; 0: one per GPU, or without GPUs one per core.
 
-    Returns:
-        A GPU for each process, in turn if there are more processes than GPUs; "" without GPUs.
+    Raises:
+        InputError: torch fails to list the GPUs.
     """
     devices = select_visible_devices(len(accelerator_names()))[1]
     count = jobs or len(devices) or usable_core_count()

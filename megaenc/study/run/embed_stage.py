@@ -39,7 +39,11 @@ _PAIRS = "pairs.json"  # record of the pairs that were there before the training
 
 @dataclass(frozen=True)
 class EmbedData:
-    """Retrieval sets and training pairs of a study: paths and fingerprints."""
+    """Retrieval sets and training pairs of a study: paths and fingerprints.
+
+    `entry` is the manifest's section `embed` with paths resolved, `demo_folder` the directory of
+    the demo data sets.
+    """
 
     entry: EmbedEntry
     demo_folder: str
@@ -55,7 +59,10 @@ class EmbedData:
 
     @property
     def pairs(self) -> Path:
-        """Return the path of the pairs of contrastive training; meaningless without any."""
+        """Return the path of the pairs of contrastive training.
+
+        It is meaningless if the manifest has none (`train` is "").
+        """
         return Path(self.demo_folder if self.entry.train == DEMO_SET else "", self.entry.train)
 
     @property
@@ -72,7 +79,10 @@ class EmbedData:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Return the fingerprint of each retrieval set that can be read, by name; cached."""
+        """Return the fingerprint of each retrieval set that can be read, by name.
+
+        The sets are read once. Those that do not exist yet are left out.
+        """
         fingerprints = {}
         for name, directory in self.directories.items():
             with contextlib.suppress(InputError):
@@ -222,16 +232,16 @@ class EmbedStage(StageRunner):
         )
 
     def progress(self) -> tuple[float, float]:
-        """Return the numbers of finished evaluations and of all evaluations.
+        """Return (finished evaluations, all evaluations).
 
-        There is one of the pretrained model and one for each seed.
+        There is one of the pretrained model and one for each training seed.
         """
         return sum(map(self._is_evaluated, self.models)), len(self.models)
 
     def check(self) -> None:
         """Raise StaleArtifactError if an evaluation or a training is out of date.
 
-        It is if it was made from another model, other data or other settings.
+        It is if it was made from another model, other data or other settings. Missing ones pass.
         """
         evaluations = {
             name: read_evaluation(self._file(name))

@@ -9,9 +9,10 @@ from megaenc.study.run.stage_log import log_path, read_attempts, total_seconds
 
 
 class EtaEstimator:
-    """Estimator of the seconds that stages still take.
+    """Estimator of the seconds that the stages of a study still take.
 
-    It uses logged durations of the same kind of stage, or else the plan.
+    The duration of a stage is that of logged stages of the same kind by amount of work, or else its
+    `planned_seconds`, less the completed fraction.
     """
 
     def __init__(self, stages: Iterable[StageRunner], study: Path) -> None:
@@ -35,7 +36,7 @@ class EtaEstimator:
     def record_duration(self, stage: StageRunner, seconds: float, fraction: float = 1.0) -> None:
         """Mark a stage as done; `fraction` of its work, from 0 to 1, took `seconds`.
 
-        The durations of all stages of a kind add up.
+        Other stages of its kind are then estimated from it too.
         """
         self._fractions[stage.id] = 1.0
         sums = self._durations[_stage_kind(stage)]
@@ -43,7 +44,7 @@ class EtaEstimator:
         sums[1] += fraction * stage.work
 
     def record_progress(self, stage: StageRunner, fraction: float) -> None:
-        """Set the completed share of a stage, from 0 to 1."""
+        """Set the completed fraction of a stage, from 0 to 1, in place of an earlier one."""
         self._fractions[stage.id] = fraction
 
     def _remaining(self, stage: StageRunner) -> float | None:
@@ -53,10 +54,12 @@ class EtaEstimator:
         return None if total is None else total * (1 - self._fractions[stage.id])
 
     def remaining_seconds(self, slots: int) -> float | None:
-        """Return the seconds left with `slots` processes at a time; None if unknown.
+        """Return the seconds until all stages are done; None if unknown.
 
-        They are at least those of the longest chain, and 0 if all stages are done. `slots` is at
-        least 1.
+        They are at least those of the longest chain, and 0 if all stages are done.
+
+        Args:
+            slots: Number of processes at a time, at least 1.
         """
         remaining = [
             (stage.processes, self._remaining(stage))

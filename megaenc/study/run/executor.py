@@ -51,17 +51,14 @@ def execute_stages(
 ) -> dict[str, str]:
     """Run stages in parallel, each after its needs, and return errors by stage id.
 
-    Of the stages that are ready, the one with the longest remaining chain starts first. A crash is
-    retried, up to `max_attempts` attempts. No child process outlives this call; children that are
-    stopped can save first. Logs and study.json are written, and progress is shown.
+    A stage that waits for a failed one is not run, and has no error. The stage with the longest
+    remaining chain starts first. No child process outlives this call. Logs and study.json are
+    written, and progress is shown.
 
     Args:
-        stages: In an order in which each stage is after those that it needs. Those outside count as
-            done.
-        slots: For each process that can run at a time, the device that it sees, or "".
-
-    Returns:
-        Reason by id of each stage that failed; stages that wait for one of them are left out.
+        stages: Each after those that it needs. Needs outside them count as done.
+        slots: For each process that can run at a time, the GPU that it sees, or "".
+        max_attempts: Attempts of a stage that crashes.
 
     Raises:
         InputError: There are fewer slots than a stage has processes.
@@ -310,11 +307,12 @@ def _pick_slots(slots: Sequence[str], count: int) -> list[str]:
 def stage_environment(slots: Sequence[str], slot_count: int) -> dict[str, str]:
     """Return the environment variables of a stage's process.
 
-    These are os.environ, the GPUs of `slots`, and this package's path. Unless os.environ has it,
+    They are os.environ, the GPUs of `slots`, and this package's path. Unless os.environ has it,
     OMP_NUM_THREADS is 1 / `slot_count` of the cores, at least 1.
 
     Args:
-        slots: Devices that the process sees, at least one item; "" to select none.
+        slots: GPUs that the process sees, at least one item; "" to select none.
+        slot_count: Number of processes on this machine.
     """
     devices = {select_visible_devices(0)[0]: ",".join(dict.fromkeys(slots))} if slots[0] else {}
     return {

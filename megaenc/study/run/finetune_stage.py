@@ -26,9 +26,10 @@ from megaenc.study.run.stage import StageRunner, StaleArtifactError, format_flag
 
 
 def choose_study_texts(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of the study's texts that the manifest's `flags` leave open.
+    """Return the study's format of texts for the flags that `flags` leaves open.
 
-    These are an EOS without BOS, and pairs by a template.
+    They are add_bos False and add_eos True, unless `flags` has special_tokens, and the study's
+    pair_template. Both dictionaries are flags of `megaenc finetune grid` by field name.
     """
     texts = {"pair_template": STUDY_PAIRS}
     if "special_tokens" not in flags:
@@ -40,7 +41,7 @@ def choose_study_texts(flags: Mapping[str, Any]) -> dict[str, Any]:
 class LabelledData:
     """Labelled data sets of a study's grid, and the flags that locate them.
 
-    A data set is given as name, PATH or NAME=PATH.
+    `datasets` are as in the manifest: each is a name, PATH or NAME=PATH.
     """
 
     datasets: tuple[str, ...]
@@ -142,9 +143,9 @@ class FinetuneStage(StageRunner):
         return [megaenc_command("finetune", "grid", *format_flags(flags))]
 
     def progress(self) -> tuple[float, float]:
-        """Return the numbers of existing results and of all results.
+        """Return (existing results, all results).
 
-        Recorded failures are results.
+        A failed.json, of a run whose loss was NaN, is a result.
         """
         return len(self._result_files()), self.result_count
 
@@ -178,7 +179,8 @@ class FinetuneStage(StageRunner):
     def check(self) -> None:
         """Raise StaleArtifactError if an existing result is out of date.
 
-        It is if it was made by another protocol, model, tokenizer or data set.
+        It is if it was made by another protocol, model, tokenizer or data set. Missing results
+        pass.
         """
         files = self._result_files()
         model_fingerprints = {}
@@ -202,14 +204,14 @@ class FinetuneStage(StageRunner):
 
 @functools.lru_cache(maxsize=10_000)
 def fingerprint_model(directory: str, results: str, stamp: str) -> dict[str, str]:
-    """Return the fingerprints of a model and its tokenizer.
+    """Return the fingerprints of a model and its tokenizer, under these two names.
 
-    They are read once in this process for all stages of the model.
+    Further calls in this process with the same arguments read no file.
 
     Args:
         directory: Directory of the model.
         results: Directory of results, as for `compute_model_fingerprints`.
-        stamp: Text that tells versions of the model's files apart.
+        stamp: Text of `compute_model_stamp`, which differs if the model's files have changed.
     """
     [weights] = compute_model_fingerprints([directory], results)
     return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(directory)}

@@ -44,7 +44,10 @@ _TAIL_BYTES = 8192  # bytes at the end of metrics.jsonl that contain the last ro
 class PretrainStage(StageRunner):
     """Stage of `megaenc pretrain` that ends as `model`.
 
-    It trains all steps of the model, or those after the branch off `parent`.
+    It trains all steps of the model, or those after `branch_step` of its `parent`. `start` is "new"
+    (weights), "branch" (of the parent) or "weights" (those of the parent's end). `checkpoint_steps`
+    are steps before the last whose checkpoints are kept for branches and exports; `cost` is that of
+    its own steps.
     """
 
     model: PlannedModel
@@ -158,9 +161,9 @@ class PretrainStage(StageRunner):
         )
 
     def progress(self) -> tuple[float, float]:
-        """Return the numbers of own steps trained so far and of all own steps.
+        """Return (own steps trained so far, all own steps).
 
-        Trained steps are those in metrics.jsonl.
+        Trained steps are those in metrics.jsonl; own ones come after the branch.
         """
         if self.is_done():
             return self.steps, self.steps

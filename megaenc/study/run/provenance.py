@@ -30,7 +30,7 @@ _LIBRARIES = ("torch", "megatron-core", "transformers")
 
 
 def record_environment(study: Path) -> None:
-    """Add this machine's hardware, date, commit and libraries to study.json.
+    """Add this machine's hardware, date, commit and libraries to STUDY/study.json.
 
     Only new texts are added. An unreadable file is left as it is; the report names it.
     """
@@ -61,7 +61,7 @@ def _add_environment(file: Path) -> dict:
 
 
 def read_provenance(file: Path) -> dict[str, str]:
-    """Return the texts of study.json by name; {} without the file.
+    """Return the texts of study.json, the path `file`, by name; {} without the file.
 
     Lists are joined by `, then `.
 
@@ -76,9 +76,10 @@ def read_provenance(file: Path) -> dict[str, str]:
 
 
 def current_environment() -> dict[str, str]:
-    """Return texts on hardware, date, commit and libraries by name.
+    """Return texts on this machine under hardware, date, commit and libraries.
 
-    The date is today's in UTC. The commit is megaenc's, or its version.
+    The date is today's in UTC. The commit is that of megaenc's checkout, or its version if it is
+    installed.
     """
     libraries = [f"Python {platform.python_version()}"]
     for name in _LIBRARIES:

@@ -40,7 +40,7 @@ _PORT_COUNT = 20_000
 class StageTask:
     """Callable of a Slurm job that runs one stage on one or several machines.
 
-    It can be pickled, and is requeued at a timeout.
+    submitit pickles it, calls it on each of the `machines`, and requeues it at a timeout.
     """
 
     stage: StageRunner
@@ -123,7 +123,8 @@ class StageTask:
     def checkpoint(self) -> Any:
         """Terminate the child processes and return a submission to requeue.
 
-        submitit calls it at timeout or preemption.
+        submitit calls it at timeout or preemption. The result is its DelayedSubmission of this
+        task.
         """
         from submitit.helpers import DelayedSubmission
 
@@ -158,12 +159,11 @@ def submit_stages(
 ) -> dict[str, list[Any]]:
     """Submit the stages neither done nor queued, each after those that it needs.
 
-    The stages of a model's grid are an array, by its id without a training set. submitit's local
-    and debug executors know no dependencies: they get a stage when the stages that it needs have
-    ended.
+    The stages of a model's grid are one job array. submitit's local and debug executors know no
+    dependencies: this call then waits for needed stages to end, with debug for all.
 
     Returns:
-        New Job objects by stage id, for a grid by its id without a training set.
+        New Job objects of submitit by stage id, for a grid by its id without a training set.
 
     Raises:
         InputError: submitit is missing, squeue fails, or a stage does not fit --slurm-gpus.
@@ -246,7 +246,7 @@ def _wait_for_success(job: Any) -> bool:
 def job_name(study: Path, stage: str) -> str:
     """Return `STAGE:HASH`, the name of a stage's job in Slurm's queue.
 
-    The 8 hex digits HASH identify the study.
+    `stage` is the id; the 8 hex digits HASH identify the study.
     """
     return f"{stage}:{hashlib.sha256(str(study).encode()).hexdigest()[:8]}"
 

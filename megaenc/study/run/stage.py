@@ -53,7 +53,13 @@ _REQUEST_FIELDS = TypeAdapter(_CorpusRequest)
 
 @dataclass(frozen=True, kw_only=True)
 class StageRunner:
-    """Base class of a study's stages, with their commands and progress."""
+    """Base class of a study's stages, with their commands, needs and progress.
+
+    `name` is that of the model, checkpoint or corpus, and of the output directory. A subclass sets
+    `kind`, `subfolder` (of the study, for the output) and `unit` (of `progress`), and implements
+    `remaining_commands` and `progress`. An instance only describes the stage; its state is that of
+    the files.
+    """
 
     study: Path
     """study directory"""
@@ -98,14 +104,14 @@ class StageRunner:
         raise NotImplementedError
 
     def progress(self) -> tuple[float, float]:
-        """Return the completed and the total amount of work, in `unit`.
+        """Return (completed work, total work) in `unit`, from the output directory.
 
         Each subclass implements it.
         """
         raise NotImplementedError
 
     def is_done(self) -> bool:
-        """Return whether `progress()` has reached its total.
+        """Return whether the output is complete: `progress()` has reached its total.
 
         The stages that this one needs are not regarded.
         """
@@ -113,22 +119,25 @@ class StageRunner:
         return done == total
 
     def check(self) -> None:
-        """Raise StaleArtifactError if the output is out of date.
+        """Raise StaleArtifactError if the existing output is out of date.
 
         It is if it does not match the manifest or its inputs. The base class checks nothing.
         """
 
 
 def strip_training_set(stage: str) -> str:
-    """Return the id of a stage without its training set, `finetune/NAME` of a grid."""
+    """Return a stage id without `@SET`: `finetune/NAME` of a grid's, others unchanged."""
     return stage.partition("@")[0]
 
 
 def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
     """Return the ids of the stages that are done and need only done ones.
 
-    `stages` are in order of need; needed stages outside of them count as done. Output that remains
-    after a needed stage was rerun must still be compared with it (`StageRunner.check`).
+    Output that remains after a needed stage was rerun must still be compared with it
+    (`StageRunner.check`).
+
+    Args:
+        stages: Each after those that it needs; needs outside them count as done.
     """
     stage_ids = set()
     done = set()
@@ -142,11 +151,12 @@ def finished_stages(stages: Iterable[StageRunner]) -> set[str]:
 def megaenc_command(
     *words: str, processes: int = 1, launcher: Sequence[str] = ("--standalone",)
 ) -> list[str]:
-    """Return the command line of `megaenc WORDS`.
+    """Return the command line of `megaenc WORDS` with this Python.
 
     Several processes or machines are started by torchrun.
 
     Args:
+        words: Subcommand and its arguments.
         processes: Number of processes on this machine.
         launcher: Rendezvous arguments of torchrun; the default is that of a single machine.
     """
@@ -197,10 +207,10 @@ class StaleArtifactError(InputError):
 
 
 def manifest_mismatch(directory: Path, difference: str) -> StaleArtifactError:
-    """Return the error for a directory that was made from another manifest.
+    """Return the error to raise for a directory that was made from another manifest.
 
     Args:
-        difference: Field and both values.
+        difference: Text with the field and both values, as of `describe_difference`.
     """
     return StaleArtifactError(directory, f"made from another manifest: {difference}")
 
@@ -238,9 +248,12 @@ def check_stages(
 
 
 def read_identity(run: Path) -> dict[str, Any] | None:
-    """Return `identity`, the settings and data of a run, from its run.json.
+    """Return the identity of a run, its settings and data, from its run.json.
 
-    It is None without a readable run.json that has it.
+    It is None if the file is missing or unreadable, or lacks it.
+
+    Args:
+        run: Run directory.
     """
     identity = read_json_or_empty(run / RUN_FILE).get("identity")
     return identity if isinstance(identity, dict) else None
@@ -249,8 +262,11 @@ def read_identity(run: Path) -> dict[str, Any] | None:
 def check_checkpoint_exists(run: Path, step: int, consumer: str) -> None:
     """Raise InputError if a run has reached `step` but kept no checkpoint of it.
 
-    An incomplete checkpoint does not count; a run that does not exist passes. The message names
-    `consumer`, the stage that needs the checkpoint.
+    An incomplete checkpoint does not count; a run that does not exist passes.
+
+    Args:
+        run: Run directory.
+        consumer: Stage that needs the checkpoint, for the message.
     """
     checkpoints = CheckpointDir(run / "checkpoints")
     latest = checkpoints.tracked_step()
@@ -266,7 +282,8 @@ def check_checkpoint_exists(run: Path, step: int, consumer: str) -> None:
 class CorpusStage(StageRunner):
     """Stage that trains the study's tokenizer and tokenizes its corpus.
 
-    The text is the demo's or that of the files `text`.
+    The text is that of the files or directories `text`, or if that is empty, the demo corpus
+    (`demo`).
     """
 
     name: str = CORPUS
@@ -373,7 +390,10 @@ class CorpusStage(StageRunner):
 
 
 def compute_size(path: Path) -> int | None:
-    """Return the bytes of a file or of all files in a directory; None if unreadable."""
+    """Return the bytes of a file or of all files in a directory; None if unreadable.
+
+    A missing path is unreadable.
+    """
     try:
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         return sum(file.stat().st_size for file in files)
@@ -385,7 +405,8 @@ def compute_size(path: Path) -> int | None:
 class ExportStage(StageRunner):
     """Stage of `megaenc convert to-hf`: export of the checkpoint at `step` of `run`.
 
-    The export has a certificate, conversion.json.
+    `run` is the run's name, which may be another model's if steps are shared. The export has a
+    certificate, conversion.json.
     """
 
     key: ModelKey

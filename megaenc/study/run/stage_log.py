@@ -38,7 +38,9 @@ _FRAME = re.compile(r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:")
 class Attempt:
     """One execution of a stage's command, as recorded in its log.
 
-    Times are in seconds since 1970.
+    Times are in seconds since 1970; `end_time` is None for an attempt that was killed or is
+    running, and `outcome` then "". Other outcomes are such as `finished`, `stopped` or `exit code
+    1`. `message` is the last error in the output, otherwise its last line.
     """
 
     start_time: float
@@ -67,7 +69,11 @@ def lock_stage(study: Path, stage: str) -> contextlib.AbstractContextManager[boo
     """Return a context manager that tries to lock a stage without waiting.
 
     It yields True if it has got the lock, which is released at the end; False if another process
-    has it. `stage` is the id.
+    has it.
+
+    Args:
+        study: Study directory.
+        stage: Id of the stage.
     """
     return try_lock(study / ".locks" / stage)
 
@@ -81,7 +87,7 @@ def is_stage_locked(study: Path, stage: str) -> bool:
 
 
 def log_start(log: Path, command: Sequence[str]) -> None:
-    """Append `==> TIME $ COMMAND` to a log, creating its directory.
+    """Append `==> TIME $ COMMAND` to the file `log`, creating it and its directory.
 
     Raises:
         InputError: The log cannot be written.
@@ -94,9 +100,12 @@ def log_start(log: Path, command: Sequence[str]) -> None:
 
 
 def log_end(log: Path, outcome: str) -> None:
-    """Append `<== TIME OUTCOME` to a log.
+    """Append `<== TIME OUTCOME` to the file `log`.
 
     An error of writing, such as a full disk, is ignored.
+
+    Args:
+        outcome: Text as in `Attempt.outcome`.
     """
     with contextlib.suppress(OSError):  # a full disk: then there is no end
         _append(log, "<==", outcome)
@@ -105,15 +114,15 @@ def log_end(log: Path, outcome: str) -> None:
 def exit_code_file(log: Path) -> Path:
     """Return the path to which the stage's command writes its exit code.
 
-    It is next to the log, with the ending .exit_code.
+    It is `log` with the ending .exit_code.
     """
     return log.with_suffix(".exit_code")
 
 
 def pop_exit_code(log: Path) -> int | None:
-    """Return the exit code in a log's .exit_code file, and delete the file.
+    """Return the exit code in the .exit_code file of `log`, and delete that file.
 
-    It is None if there is no file or no number in it.
+    It is None if there is no file or no integer in it.
     """
     file = exit_code_file(log)
     try:
@@ -166,6 +175,9 @@ def find_error_line(output: Sequence[str]) -> str:
 
     It is the last `error:` line, else the last other error, else the last line, cut to 400
     characters; "" if there is none.
+
+    Args:
+        output: Lines of the output.
     """
     errors = [line.strip() for line in output if _ERROR.fullmatch(line.strip())]
     other_lines = [line.strip() for line in output if line.strip() and not _FRAME.match(line)]

@@ -53,7 +53,12 @@ class StatusConfig:
 
 @dataclass(frozen=True)
 class StatusRow:
-    """State of one stage, a row of the table."""
+    """State of one stage, a row of the table.
+
+    `stage` is the id; `progress` text such as `120 of 300 steps`, and `fraction` the same from 0 to
+    1. `seconds` is the total duration of all attempts. `reason` is that of a failure, the stages
+    that it waits for, or the number of runs without a score; else "".
+    """
 
     stage: str
     state: Literal["failed", "running", "waiting", "done"]
@@ -73,8 +78,11 @@ def build_table(
     """Return a StatusRow per stage, in order, from output, logs and locks.
 
     Args:
-        stages: In an order in which each stage is after those that it needs.
-        mismatches: Messages of stale stages by id, as of `find_mismatches`; None to regard none.
+        stages: Each after those that it needs.
+        study: Study directory.
+        mismatches: Errors of stale stages by id, as of `find_mismatches`; they count as failed.
+            None:
+        none.
     """
     table: dict[str, StatusRow] = {}
     for stage in stages:
@@ -110,10 +118,9 @@ def build_table(
 
 
 def find_mismatches(stages: Iterable[StageRunner]) -> dict[str, str]:
-    """Return the errors of stages whose output is out of date, by stage id.
+    """Return the errors of `StageRunner.check` by stage id; {} if all stages pass.
 
-    Such output does not match the manifest or its inputs. Other errors of `StageRunner.check` are
-    among them.
+    Such a stage's output does not match the manifest or its inputs.
     """
     mismatches = {}
     for stage in stages:
