@@ -131,8 +131,7 @@ def parse_nvidia_smi(output: str) -> list[Finding]:
 
     Args:
         output: Lines of `--format=csv,noheader,nounits` with the fields `_NVIDIA_QUERY`: index,
-            name,
-        total and used MiB, driver version, uncorrected errors.
+            name, total and used MiB, driver version, uncorrected errors.
     """
     rows = [
         [cell.strip() for cell in line.split(",")]

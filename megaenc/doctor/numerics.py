@@ -239,9 +239,10 @@ def check_fused_kernel(context: CheckContext, name: str) -> list[Finding]:
 
 
 def check_fp8_products(context: CheckContext) -> list[Finding]:
-    """Check the float8 products of both values of --fp8-format.
+    """Compare the float8 products of both values of --fp8-format with a reference.
 
-    They are ok if right or unsupported, a note if wrong or not computed by Triton.
+    The finding is ok if they are right or unsupported by this device, a note if they are wrong or
+    not computed by Triton's kernels.
     """
     backend = _init_backend()
     label = "float8 products"

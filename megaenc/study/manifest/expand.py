@@ -38,7 +38,10 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of directories, stages and results
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """Item of a manifest's `models`: one model for each combination of its lists."""
+    """Item of a manifest's `models`: one model for each combination of its lists.
+
+    Fields are the item's keys, except `place`, its location for error messages.
+    """
 
     size: tuple[str, ...] = ()
     """sizes, as named in `sizes`; a continued model has its parent's"""
@@ -186,7 +189,7 @@ def expand_models(
 
     Raises:
         InputError: An entry is invalid, a name of a model or checkpoint repeated, or the number of
-        models, checkpoints or phases too large; the message starts with the entry's place.
+            models, checkpoints or phases too large; the message starts with the entry's place.
     """
     for size in sizes:
         _check_name("sizes", size)

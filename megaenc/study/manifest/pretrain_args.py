@@ -152,7 +152,7 @@ def warmup_and_decay_steps(rates: LearningRateConfig, total: int) -> tuple[int, 
 
     Raises:
         InputError: The two exceed `total`, decay is below 1, or the decay style is not WSD: models
-        share the steps before their decay.
+            share the steps before their decay.
     """
     if rates.lr_decay_style != WSD:
         remedy = "give lr_wsd_decay_style and a longer lr_wsd_decay_fraction instead"

@@ -80,11 +80,11 @@ def build_graph(
 
     Args:
         study: Study directory; its existing runs keep their start, and others branch off them at
-        checkpoints that exist. None: read no directory, as for a plan.
+            checkpoints that exist. None: read no directory, as for a plan.
         processes: Processes per pretraining run; 0: the manifest's devices.
         grid_jobs: Fine-tuning runs in parallel per grid; 0: as many as the machine has room for.
         data_flags: data_path and tokenizer of pretraining, replacing the manifest's; unused if the
-        study builds its corpus.
+            study builds its corpus.
     """
     starts = _plan_starts(manifest.models, study)
     study = study or Path()

@@ -319,8 +319,7 @@ def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> lis
     Args:
         stages: Stages by id, each after those that it needs.
         only: Names of models and checkpoints, or stage ids, of grids also without `@SET`; * and ?
-            are
-        wildcards.
+            are wildcards.
 
     Raises:
         InputError: A pattern has no match.

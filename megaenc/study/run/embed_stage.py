@@ -129,7 +129,7 @@ class EmbedStage(StageRunner):
     def planned_seconds(self) -> float | None:
         """Return the planned seconds of all contrastive trainings; None if unknown.
 
-        Without trainings, they are those of a conversion.
+        Without trainings, they are those of `StageRunner`.
         """
         if not self.run_count:
             return StageRunner.planned_seconds

@@ -70,7 +70,12 @@ class LabelledData:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneStage(StageRunner):
-    """Stage of `megaenc finetune grid`: an exported model on one training set."""
+    """Stage of `megaenc finetune grid`: an exported model on one training set.
+
+    `flags` are the grid's flags in the manifest, with the data sets of `training`; `protocol` and
+    `data` are the same for all stages. `jobs` is the number of parallel runs, 0 for as many as the
+    machine has room for; `run_seconds` the planned seconds per run, 0 if unknown.
+    """
 
     training: TrainingSet
     flags: Mapping[str, Any] = field(repr=False)

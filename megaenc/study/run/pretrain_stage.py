@@ -91,7 +91,7 @@ class PretrainStage(StageRunner):
     def work(self) -> float:
         """Return the FLOPs of the run's own steps, to which run times are proportional.
 
-        They are those of both passes on all processes.
+        They are those of forward and backward on all processes.
         """
         return self.cost.flops
 

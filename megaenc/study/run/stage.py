@@ -188,7 +188,7 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
 
 
 class StaleArtifactError(InputError):
-    """Error for a directory that does not match the manifest or its inputs.
+    """InputError for a directory that does not match the manifest or its inputs.
 
     The message has the directory, the reason, and `remove`, the text that names what to remove.
     """
@@ -295,7 +295,7 @@ class CorpusStage(StageRunner):
 
     @property
     def prefix(self) -> Path:
-        """Return the prefix of the corpus's files, as `megaenc preprocess` takes it."""
+        """Return the --output-prefix of `megaenc preprocess` for the corpus."""
         return self.directory / "corpus"
 
     @property
@@ -310,10 +310,9 @@ class CorpusStage(StageRunner):
 
     @property
     def commands(self) -> dict[Path, tuple[str, ...]]:
-        """Return the arguments of each megaenc command of the stage, in order.
+        """Return the arguments of the stage's megaenc commands, in order of execution.
 
-        Returns:
-            Arguments by the path that the command writes last.
+        They are by the path that a command writes last.
         """
         demo = self.directory / "corpus.jsonl"
         text = self.text or (demo,)

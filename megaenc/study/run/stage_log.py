@@ -89,6 +89,8 @@ def is_stage_locked(study: Path, stage: str) -> bool:
 def log_start(log: Path, command: Sequence[str]) -> None:
     """Append `==> TIME $ COMMAND` to the file `log`, creating it and its directory.
 
+    TIME is in UTC.
+
     Raises:
         InputError: The log cannot be written.
     """

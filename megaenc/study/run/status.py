@@ -80,9 +80,8 @@ def build_table(
     Args:
         stages: Each after those that it needs.
         study: Study directory.
-        mismatches: Errors of stale stages by id, as of `find_mismatches`; they count as failed.
-            None:
-        none.
+        mismatches: Errors by id of stale stages, which count as failed, as of `find_mismatches`;
+            None to regard none.
     """
     table: dict[str, StatusRow] = {}
     for stage in stages:
