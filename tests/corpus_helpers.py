@@ -150,7 +150,7 @@ def read_in_any_order(packs, count):
     found = {}
     for sample in np.random.default_rng(0).permutation(count).tolist():
         pack = packs[sample]
-        assert (pack.tokens.dtype, pack.edges.dtype, pack.positions.dtype) == (
+        assert (pack.tokens.dtype, pack.cu_seqlens.dtype, pack.positions.dtype) == (
             np.int64,
             np.int32,
             np.int64,
@@ -162,7 +162,7 @@ def read_in_any_order(packs, count):
         )
         assert (pack.sample, packs.epoch_of_sample(sample)) == (sample, pack.epoch)
         assert pack.positions.tolist() == [
-            place for length in np.diff(pack.edges) for place in range(length)
+            place for length in np.diff(pack.cu_seqlens) for place in range(length)
         ]
-        found[sample] = (pack.epoch, pack.tokens.tolist(), pack.edges.tolist())
+        found[sample] = (pack.epoch, pack.tokens.tolist(), pack.cu_seqlens.tolist())
     return [found[sample] for sample in range(count)]

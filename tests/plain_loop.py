@@ -55,7 +55,7 @@ def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
             input_ids=torch.from_numpy(targets.inputs)[None],
             position_ids=torch.from_numpy(pack.positions)[None],
             attention_mask=attention_masks(
-                model.config, pack.edges.tolist(), objective.attention, targets.prefixes
+                model.config, pack.cu_seqlens.tolist(), objective.attention, targets.prefixes
             ),
         ).logits[0]
         predicted = logits[torch.from_numpy(targets.predict_at)]

@@ -33,6 +33,6 @@ class CausalLanguageModeling(Objective):
         is_predicted = text_token_mask(self.vocabulary)[pack.tokens]
         if self.vocabulary.eos_id is not None:
             is_predicted |= pack.tokens == self.vocabulary.eos_id
-        is_predicted[pack.edges[:-1]] = False
+        is_predicted[pack.cu_seqlens[:-1]] = False
         predicted = np.flatnonzero(is_predicted)
         return Targets(pack.tokens, predicted - self.shift, pack.tokens[predicted])

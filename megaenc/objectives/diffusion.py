@@ -54,7 +54,7 @@ class MaskedDiffusion(Objective):
 
         Hidden tokens are predicted at their own position, with the inverse ratio as weight.
         """
-        lengths = np.diff(pack.edges)
+        lengths = np.diff(pack.cu_seqlens)
         ratios = self.low + (self.high - self.low) * randomness.uniforms("ratio", len(lengths))
         ratio_of_token = np.repeat(ratios, lengths)
         eligible = text_token_mask(self.vocabulary)[pack.tokens]

@@ -176,7 +176,9 @@ class Teacher:
         """
         import torch
 
-        needed = len(pack.tokens) if self.vocabulary.fingerprint else int(np.diff(pack.edges).max())
+        needed = (
+            len(pack.tokens) if self.vocabulary.fingerprint else int(np.diff(pack.cu_seqlens).max())
+        )
         if needed > self.context_length:
             raise InputError(
                 f"teacher {self.path}: reads up to {self.context_length} tokens, "
@@ -186,21 +188,21 @@ class Teacher:
         count = min(count, len(text_token_ids(self.vocabulary)))
         ids_NK = np.empty((len(positions), count), dtype=np.int64)
         logits_NK = np.empty((len(positions), count))
-        lengths = np.diff(pack.edges)
-        document_of = np.searchsorted(pack.edges, positions, side="right") - 1
+        lengths = np.diff(pack.cu_seqlens)
+        document_of = np.searchsorted(pack.cu_seqlens, positions, side="right") - 1
         for documents in _iterate_batches(np.unique(document_of), lengths):
             row_of = np.full(len(lengths), -1)
             row_of[documents] = np.arange(len(documents))
             tokens_BL = np.full((len(documents), lengths[documents[0]]), self._padding)
             mask_BL = np.arange(tokens_BL.shape[1]) < lengths[documents, None]
             tokens_BL[mask_BL] = np.concatenate(
-                [inputs[pack.edges[at] : pack.edges[at + 1]] for at in documents]
+                [inputs[pack.cu_seqlens[at] : pack.cu_seqlens[at + 1]] for at in documents]
             )
             (chosen,) = (row_of[document_of] >= 0).nonzero()
             at_n = (
                 row_of[document_of[chosen]] * tokens_BL.shape[1]
                 + positions[chosen]
-                - pack.edges[document_of[chosen]]
+                - pack.cu_seqlens[document_of[chosen]]
             )
             logits_nV = self._compute_logits(*map(torch.from_numpy, (tokens_BL, mask_BL, at_n)))
             best = logits_nV.topk(count)

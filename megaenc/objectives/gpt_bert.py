@@ -37,7 +37,7 @@ class GPTBERT(MaskedNextTokenPrediction):
         A causal document has no prefix, any other is a prefix as a whole.
         """
         masked = super().targets(pack, randomness)
-        lengths = np.diff(pack.edges).astype(np.int64)
+        lengths = np.diff(pack.cu_seqlens).astype(np.int64)
         document_is_causal = randomness.bernoulli("causal", len(lengths), self.causal)
         is_causal = np.repeat(document_is_causal, lengths)
         eligible = self.eligible(pack)

@@ -153,7 +153,7 @@ class Masking(Objective):
         draws = randomness.uniforms("mask", len(pack.tokens))
         is_start = np.ones(len(draws), dtype=bool)
         is_start[1:] = ~eligible[:-1]
-        is_start[pack.edges[:-1]] = True
+        is_start[pack.cu_seqlens[:-1]] = True
         starts_run = draws < np.where(
             is_start, self.mask, self.mask / (self.span * (1 - self.mask))
         )
@@ -198,7 +198,7 @@ class MaskedNextTokenPrediction(Masking):
         A cut piece counts as a document.
         """
         eligible = text_token_mask(self.vocabulary)[pack.tokens]
-        eligible[pack.edges[:-1]] = False
+        eligible[pack.cu_seqlens[:-1]] = False
         return eligible
 
 

@@ -49,7 +49,7 @@ class PrefixLanguageModeling(Objective):
 
         Text tokens after it, never the first of a document, are predicted.
         """
-        lengths = np.diff(pack.edges).astype(np.int64)
+        lengths = np.diff(pack.cu_seqlens).astype(np.int64)
         shares = self.low + (self.high - self.low) * randomness.uniforms("prefix", len(lengths))
         prefixes = np.minimum((shares * lengths).astype(np.int64), lengths - 1)
         follows = pack.positions >= np.repeat(np.maximum(prefixes, 1), lengths)

@@ -98,7 +98,7 @@ class PseudoPerplexity(Objective):
         It does not depend on `shift`. A document's tokens, in random order, go to consecutive
         passes from a random one on, so that their numbers in two passes differ by one at most.
         """
-        lengths = np.diff(pack.edges)
+        lengths = np.diff(pack.cu_seqlens)
         document = np.repeat(np.arange(len(lengths)), lengths)
         order = np.lexsort((randomness.uniforms("order", len(pack.tokens)), ~is_text, document))
         rank = np.empty(len(order), dtype=np.int64)

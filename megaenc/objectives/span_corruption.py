@@ -35,9 +35,9 @@ class SpanCorruption(MaskedLanguageModeling):
     def _choose_tokens(self, pack: Pack, randomness: SampleRandomness) -> np.ndarray:
         """Draw the tokens to hide and predict, bool[T]."""
         length = len(pack.tokens)
-        documents = len(pack.edges) - 1
+        documents = len(pack.cu_seqlens) - 1
         (positions,) = self.eligible(pack).nonzero()
-        document = np.repeat(np.arange(documents), np.diff(pack.edges))[positions]
+        document = np.repeat(np.arange(documents), np.diff(pack.cu_seqlens))[positions]
         counts = np.bincount(document, minlength=documents)
         hidden = np.floor(counts * self.mask + randomness.uniforms("rounding", documents)).astype(
             np.int64

@@ -25,7 +25,7 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
     """
     randomness = SampleRandomness(seed, pack.sample, pack.epoch)
     tokens = pack.tokens.copy()
-    edges = pack.edges.copy()
+    edges = pack.cu_seqlens.copy()
     try:
         targets = objective.targets(pack, randomness)
         second_targets = objective.targets(pack, randomness)
@@ -35,7 +35,7 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
                 "gives other targets when called again, expected a pure function of the pack and "
                 "its randomness"
             )
-        if not (np.array_equal(pack.tokens, tokens) and np.array_equal(pack.edges, edges)):
+        if not (np.array_equal(pack.tokens, tokens) and np.array_equal(pack.cu_seqlens, edges)):
             complaint = "changes the pack, expected a copy of what it changes"
     except InputError as error:
         complaint = str(error)
@@ -48,7 +48,7 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
 def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
     """Return a description of the first error in `targets`, or an empty string."""
     length = len(pack.tokens)
-    documents = len(pack.edges) - 1
+    documents = len(pack.cu_seqlens) - 1
     for name in ("inputs", "predict_at", "labels"):
         array = getattr(targets, name)
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.int64:
@@ -72,7 +72,7 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
         predict_at[0] < 0 or predict_at[-1] >= length or (np.diff(predict_at) <= 0).any()
     ):
         return f"`predict_at` is not increasing from 0 or more to less than {length}"
-    document = np.repeat(np.arange(documents), np.diff(pack.edges))
+    document = np.repeat(np.arange(documents), np.diff(pack.cu_seqlens))
     predicted = predict_at + objective.shift
     beyond = predicted >= length
     wrong = beyond | (document[predict_at] != document[np.where(beyond, 0, predicted)])
@@ -119,7 +119,7 @@ def _find_violation(objective: Objective, pack: Pack, targets: Targets) -> str:
             f"{'missing' if prefixes is None else 'given'}"
         )
     if prefixes is not None:
-        lengths = np.diff(pack.edges)
+        lengths = np.diff(pack.cu_seqlens)
         if prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any():
             return f"`prefixes` does not hold, for each of {documents} documents, 0 to its length"
     return ""

@@ -155,7 +155,7 @@ def build_micro_batch(
     predict_at = [_NOTHING]
     for pack, target in zip(read, targets, strict=True):
         start = edges[-1]
-        edges += (pack.edges[1:] + start).tolist()
+        edges += (pack.cu_seqlens[1:] + start).tolist()
         predict_at.append(target.predict_at + start)
 
     # Documents of zeros fill the row.

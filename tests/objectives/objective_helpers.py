@@ -49,7 +49,7 @@ def places_in_document(pack: Pack) -> list[int]:
     places = []
     place = 0
     for at in range(len(pack.tokens)):
-        place = 0 if at in pack.edges else place + 1
+        place = 0 if at in pack.cu_seqlens else place + 1
         places.append(place)
     return places
 

@@ -38,7 +38,7 @@ class Made(Objective):
 SHOWN = "return Targets(inputs, at, pack.tokens[at])"
 HIDDEN = "inputs[at] = self.vocabulary.mask_id; return Targets(inputs, at, pack.tokens[at])"
 NEXT = (
-    "at = np.setdiff1d(np.arange(len(inputs)), pack.edges[1:] - 1); "
+    "at = np.setdiff1d(np.arange(len(inputs)), pack.cu_seqlens[1:] - 1); "
     "return Targets(inputs, at, pack.tokens[at + 1])"
 )
 PREFIX = "attention = Attention.PREFIX; shift = 1"
@@ -57,16 +57,16 @@ LEAKS = {
     ),
     "by_a_prefix_of_the_whole_document": (
         PREFIX,
-        NEXT.replace("+ 1])", "+ 1], np.diff(pack.edges).astype(np.int64))"),
+        NEXT.replace("+ 1])", "+ 1], np.diff(pack.cu_seqlens).astype(np.int64))"),
         "100.0 % at their own place",
     ),
     "in_the_prefix": (
         PREFIX,
         """
-        prefixes = np.diff(pack.edges).astype(np.int64) // 2
-        ends = pack.edges[1:] - 1
+        prefixes = np.diff(pack.cu_seqlens).astype(np.int64) // 2
+        ends = pack.cu_seqlens[1:] - 1
         spans = [np.arange(end - prefix, end) for end, prefix in zip(ends, prefixes)]
-        for start, span in zip(pack.edges.tolist(), spans):
+        for start, span in zip(pack.cu_seqlens.tolist(), spans):
             inputs[start : start + len(span)] = pack.tokens[span + 1]
         at = np.concatenate(spans)
         return Targets(inputs, at, pack.tokens[at + 1], prefixes)
@@ -76,7 +76,7 @@ LEAKS = {
     "in_the_reversed_document": (
         "",
         """
-        for start, end in zip(pack.edges.tolist(), pack.edges[1:].tolist()):
+        for start, end in zip(pack.cu_seqlens.tolist(), pack.cu_seqlens[1:].tolist()):
             inputs[start:end] = inputs[start:end][::-1].copy()
         return Targets(inputs, at, pack.tokens[at])
         """,
@@ -85,7 +85,7 @@ LEAKS = {
     "as_a_sum_in_the_first_token": (
         "",
         f"""
-        first = pack.edges[:-1]
+        first = pack.cu_seqlens[:-1]
         inputs[first] = 3 + np.add.reduceat(pack.tokens, first) % 997
         {HIDDEN}
         """,
@@ -95,8 +95,8 @@ LEAKS = {
         "",
         f"""
         inputs[at] = 1
-        document = np.searchsorted(pack.edges, at, "right")
-        chosen = np.setdiff1d(at[document % 2 == 1] + 1, pack.edges)
+        document = np.searchsorted(pack.cu_seqlens, at, "right")
+        chosen = np.setdiff1d(at[document % 2 == 1] + 1, pack.cu_seqlens)
         inputs[chosen] = pack.tokens[chosen - 1]
         {SHOWN}
         """,
@@ -168,7 +168,7 @@ def test_statistics_are_those_of_the_options():
     assert rows["leaks"] == pytest.approx([10, 10], abs=1.5)
     _, low, high = rows["predictions"]
     packs = list(measure.make_packs(512, odd=False))
-    documents = sum(len(pack.edges) - 1 for pack in packs)
+    documents = sum(len(pack.cu_seqlens) - 1 for pack in packs)
     tokens = sum(len(pack.tokens) for pack in packs)
     assert low < 15 * (1 - documents / tokens) < high
     assert 0.1 < high - low < 0.5

@@ -49,7 +49,7 @@ def densify(soft_labels, size=VOCABULARY.size):
 def plain_distributions(model, objective, pack, targets):
     """Return distributions, computed one document and one prediction at a time."""
     rows = []
-    for start, stop in zip(pack.edges[:-1], pack.edges[1:], strict=True):
+    for start, stop in zip(pack.cu_seqlens[:-1], pack.cu_seqlens[1:], strict=True):
         logits = (
             model(torch.from_numpy(targets.inputs[start:stop])[None])
             .logits[0, :, : VOCABULARY.size]
@@ -125,7 +125,7 @@ def test_documents_are_read_separately_in_batches_of_any_size(teacher, monkeypat
     from megaenc.objectives import distillation
 
     objective = Distillation(VOCABULARY, teacher=str(teacher))
-    pack = next(pack for pack in map(random_pack, range(20)) if len(pack.edges) > 10)
+    pack = next(pack for pack in map(random_pack, range(20)) if len(pack.cu_seqlens) > 10)
     together = objective.targets(pack, SampleRandomness(0, 0, 0))
     monkeypatch.setattr(distillation, "_BATCH_TOKENS", 1)
     apart = objective.targets(pack, SampleRandomness(0, 0, 0))

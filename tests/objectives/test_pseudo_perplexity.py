@@ -48,7 +48,7 @@ def test_every_token_that_is_not_special_is_hidden_once(passes, ahead):
             pack.tokens.tolist(), places_in_document(pack), hidden_in, strict=True
         ):
             assert len(numbers) == (token not in SPECIAL and place >= ahead)
-        for start, end in zip(pack.edges, pack.edges[1:], strict=False):
+        for start, end in zip(pack.cu_seqlens, pack.cu_seqlens[1:], strict=False):
             of_document = [number for numbers in hidden_in[start:end] for number in numbers]
             counts = np.bincount(of_document, minlength=passes)
             assert (

@@ -54,7 +54,9 @@ def toy(monkeypatch):
         word: str = option("a", "a word")
 
         def targets(self, pack, randomness):
-            return Targets(pack.tokens, pack.edges[:-1].astype(int), pack.tokens[pack.edges[:-1]])
+            return Targets(
+                pack.tokens, pack.cu_seqlens[:-1].astype(int), pack.tokens[pack.cu_seqlens[:-1]]
+            )
 
     return Toy
 

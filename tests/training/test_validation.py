@@ -112,7 +112,7 @@ def by_single_tokens(encoder, packs, samples, objective):
         ):
             token = at + objective.shift
             assert pack.tokens[token] == label
-            position = token - max(edge for edge in pack.edges.tolist() if edge <= token)
+            position = token - max(edge for edge in pack.cu_seqlens.tolist() if edge <= token)
             low = 0
             high = 15
             while position > high:
@@ -174,7 +174,7 @@ def exact_loss(encoder, packs, samples, vocabulary, shift):
     total = 0.0
     tokens = []
     for pack in map(packs.__getitem__, range(samples)):
-        for start, end in itertools.pairwise(pack.edges.tolist()):
+        for start, end in itertools.pairwise(pack.cu_seqlens.tolist()):
             document = torch.from_numpy(pack.tokens[start:end])
             packing = PackedSequences.from_edges(
                 [0, len(document)], Attention.BIDIRECTIONAL, torch.device("cpu")

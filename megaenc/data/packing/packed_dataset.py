@@ -24,7 +24,7 @@ memory."""
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Sample of a run: tokens, and document edges that attention never crosses."""
+    """Sample of a run: tokens, and document bounds that attention never crosses."""
 
     sample: int
     """Number of the sample in the run, from 0."""
@@ -32,25 +32,30 @@ class Pack:
     """Pass over its corpus, from 0, in which the pack starts."""
     tokens: np.ndarray
     """int64[T], token ids."""
-    edges: np.ndarray
-    """int32[D + 1], strictly increasing from 0 to T: the `cu_seqlens` of packed attention."""
+    cu_seqlens: np.ndarray
+    """int32[D + 1], cumulative lengths of the documents, strictly increasing from 0 to T."""
+
+    @property
+    def edges(self) -> np.ndarray:
+        """Earlier name of `cu_seqlens`."""
+        return self.cu_seqlens
 
     @property
     def positions(self) -> np.ndarray:
         """Return int64[T], the position of each token within its document or chunk.
 
-        It is 0 at each edge.
+        It is 0 at each start of one.
         """
-        return position_ids(self.edges)
+        return position_ids(self.cu_seqlens)
 
 
-def position_ids(edges: np.ndarray) -> np.ndarray:
-    """Return int64[T], the position of each token after the last edge before it.
+def position_ids(cu_seqlens: np.ndarray) -> np.ndarray:
+    """Return int64[T], the position of each token in its document, from 0.
 
-    `edges`, int[D + 1], begin with 0 and end with T.
+    `cu_seqlens`, int[D + 1], are the cumulative lengths of the D documents, from 0 to T.
     """
-    starts = edges[:-1].astype(np.int64)
-    return np.arange(edges[-1]) - np.repeat(starts, np.diff(edges))
+    starts = cu_seqlens[:-1].astype(np.int64)
+    return np.arange(cu_seqlens[-1]) - np.repeat(starts, np.diff(cu_seqlens))
 
 
 class PackedDataset(Protocol):
@@ -121,8 +126,8 @@ class CorpusPackedDataset(ABC):
         epoch = self.epoch_of_sample(sample)
         first = self.first_sample_of_epoch(epoch)
         pack = first + int(self._pack_order(epoch)[sample - first])
-        tokens, edges = self.stream.read(self.start_of_pack(pack), self.seq_length)
-        return Pack(sample, epoch, tokens, edges)
+        tokens, cu_seqlens = self.stream.read(self.start_of_pack(pack), self.seq_length)
+        return Pack(sample, epoch, tokens, cu_seqlens)
 
     @property
     def tokens_per_epoch(self) -> int:
@@ -246,7 +251,7 @@ class RandomLengthPackedDataset(ConcatPackedDataset):
         super().__init__(corpus, documents, seq_length, seed)
 
     def __getitem__(self, sample: int) -> Pack:
-        """Return the Pack of sample number `sample`, with edges int32[3]."""
+        """Return the Pack of sample number `sample`, with cu_seqlens int32[3]."""
         pack = super().__getitem__(sample)
         draw = float(counter_rng.uniforms(self.seed, "chunks", 1, counters=(sample,))[0])
         cut = SHORTEST_CHUNK + int(draw * (self.seq_length - 2 * SHORTEST_CHUNK + 1))

@@ -141,9 +141,11 @@ class _LeakCounts:
             return
         rng = np.random.default_rng([1, pack.sample])
         shift = self.objective.shift
-        lengths = np.diff(pack.edges)
-        starts = pack.edges[:-1].astype(np.int64)
-        first, last = np.searchsorted(targets.predict_at, [pack.edges[:-1], pack.edges[1:]])
+        lengths = np.diff(pack.cu_seqlens)
+        starts = pack.cu_seqlens[:-1].astype(np.int64)
+        first, last = np.searchsorted(
+            targets.predict_at, [pack.cu_seqlens[:-1], pack.cu_seqlens[1:]]
+        )
         (documents,) = np.nonzero(last > first)
         # Rank of a random prediction among those of its document.
         ranks = (rng.random(len(documents)) * (last - first)[documents]).astype(np.int64)
@@ -153,7 +155,9 @@ class _LeakCounts:
         steps = rng.integers(1, len(text), size=len(documents))
         places = predict_at + shift
         tokens[places] = text[(np.searchsorted(text, tokens[places]) + steps) % len(text)]
-        changed = compute_targets(self.objective, Pack(pack.sample, pack.epoch, tokens, pack.edges))
+        changed = compute_targets(
+            self.objective, Pack(pack.sample, pack.epoch, tokens, pack.cu_seqlens)
+        )
         queries = np.full(len(lengths), -1)
         queries[documents] = predict_at
         queries = np.repeat(queries, lengths)
@@ -169,7 +173,7 @@ class _LeakCounts:
             document = documents[number]
             place = places[number]
             rank = ranks[number]
-            start, end = pack.edges[document : document + 2].tolist()
+            start, end = pack.cu_seqlens[document : document + 2].tolist()
             self.visible += 1
             (at,) = np.nonzero(differs[start:end])
             self.kept += place - start in at
@@ -234,7 +238,7 @@ def _find_visible(
     is_before = at <= queries
     if objective.attention == Attention.CAUSAL:
         return is_before
-    ends = np.repeat(pack.edges[:-1] + targets.prefixes, np.diff(pack.edges))
+    ends = np.repeat(pack.cu_seqlens[:-1] + targets.prefixes, np.diff(pack.cu_seqlens))
     return is_before | ((queries >= 0) & (queries < ends) & (at < ends))
 
 
@@ -266,12 +270,13 @@ class _Statistics:
         is_predicted[places] = True
         self.tokens += len(pack.tokens)
         self.shares.append(len(places) / len(pack.tokens))
-        progress = (pack.positions + 0.5) / np.repeat(np.diff(pack.edges), np.diff(pack.edges))
+        lengths = np.diff(pack.cu_seqlens)
+        progress = (pack.positions + 0.5) / np.repeat(lengths, lengths)
         for tenth, center in enumerate((0.05, 0.5, 0.95)):
             is_inside = np.abs(progress - center) <= 0.05
             self.by_position[:, tenth] += (is_inside & is_predicted).sum(), is_inside.sum()
         follows = np.diff(places, prepend=-2) == 1
-        self.runs += int((~follows | np.isin(places, pack.edges)).sum())
+        self.runs += int((~follows | np.isin(places, pack.cu_seqlens)).sum())
         is_changed = targets.inputs != pack.tokens
         is_mask = targets.inputs == self.objective.vocabulary.mask_id
         masked = (is_mask & is_changed)[places].sum()

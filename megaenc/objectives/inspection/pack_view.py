@@ -103,7 +103,7 @@ def decode_pack(
                 predicts[at] = "" if objective.shift == 1 else text_of(label)
     special = np.isin(pack.tokens, vocabulary.special_ids)
     pieces = []
-    for start, end in pairwise(pack.edges.tolist()):
+    for start, end in pairwise(pack.cu_seqlens.tolist()):
         spans = []
         # Special tokens are decoded separately: the tokens before them may end in half a character.
         for is_special, places in groupby(range(start, end), key=lambda at: bool(special[at])):

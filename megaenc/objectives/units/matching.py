@@ -226,7 +226,7 @@ def find_unit_starts(
         eligible: bool[T].
     """
     is_joined = eligible[1:] & eligible[:-1]
-    is_joined[pack.edges[1:-1] - 1] = False
+    is_joined[pack.cu_seqlens[1:-1] - 1] = False
     starts = np.ones(len(pack.tokens), dtype=bool)
     if unit == "word":
         starts[1:] = vocabulary.starts_words(pack.tokens)[1:] | ~is_joined

@@ -43,7 +43,7 @@ def test_each_corpus_is_read_as_it_would_be_alone_in_any_order():
         corpus, number = places[sample]
         own = datasets[corpus][number]
         assert np.array_equal(packs[sample].tokens, own.tokens) and np.array_equal(
-            packs[sample].edges, own.edges
+            packs[sample].cu_seqlens, own.cu_seqlens
         )
         assert (packs[sample].sample, packs[sample].epoch) == (sample, own.epoch)
 

@@ -127,7 +127,9 @@ def test_packs_of_blocks(prefix, small_groups, packing):
     count = packs.first_sample_of_epoch(2)
     in_order = [packs[sample] for sample in range(count)]
     read = read_in_any_order(packing(corpus, blocks, 24, 7), count)
-    assert read == [(pack.epoch, pack.tokens.tolist(), pack.edges.tolist()) for pack in in_order]
+    assert read == [
+        (pack.epoch, pack.tokens.tolist(), pack.cu_seqlens.tolist()) for pack in in_order
+    ]
     edges = corpus.block_offsets(4)
     expected = np.concatenate(
         [np.arange(edges[number], edges[number + 1]) for number in blocks.numbers]
@@ -184,7 +186,7 @@ def test_a_small_corpus_and_an_old_run_shuffle_documents(prefix, monkeypatch):
         assert not data.has_blocks and isinstance(data.train_datasets[0].stream, DocumentStream)
     for sample in range(2 * small.train.samples_before_repeat):
         assert np.array_equal(small.train[sample].tokens, old.train[sample].tokens)
-        assert np.array_equal(small.train[sample].edges, old.train[sample].edges)
+        assert np.array_equal(small.train[sample].cu_seqlens, old.train[sample].cu_seqlens)
 
 
 def test_the_order_of_blocks_is_pinned(prefix, small_groups):
@@ -196,7 +198,7 @@ def test_the_order_of_blocks_is_pinned(prefix, small_groups):
         7739,
         8120,
     ]
-    assert [pack.edges.tolist() for pack in packs[1:3]] == [[0, 6, 30, 32], [0, 20, 32]]
+    assert [pack.cu_seqlens.tolist() for pack in packs[1:3]] == [[0, 6, 30, 32], [0, 20, 32]]
 
 
 def test_no_tokens_and_a_changed_index(small_groups):

@@ -73,7 +73,7 @@ def test_held_out_text_does_not_depend_on_packing_or_seed(corpora):
     assert isinstance(other.train.datasets[0], RandomLengthPackedDataset)
     for sample in range(20):
         assert np.array_equal(plain.held_out[sample].tokens, other.held_out[sample].tokens)
-        assert np.array_equal(plain.held_out[sample].edges, other.held_out[sample].edges)
+        assert np.array_equal(plain.held_out[sample].cu_seqlens, other.held_out[sample].cu_seqlens)
     assert open_data(corpora[0], split="1,0,0").held_out is None
 
 
@@ -170,7 +170,10 @@ def test_the_order_of_a_blend_is_pinned(corpora):
         8538,
     ]
     cut = open_data("0.3", corpora[0], "0.7", corpora[1], packing="random-length").train
-    assert [train[1].edges.tolist(), cut[1].edges.tolist()] == [[0, 9, 18, 27, 32], [0, 13, 32]]
+    assert [train[1].cu_seqlens.tolist(), cut[1].cu_seqlens.tolist()] == [
+        [0, 9, 18, 27, 32],
+        [0, 13, 32],
+    ]
 
 
 def test_more_corpora_than_open_files_are_refused(corpora, monkeypatch):

@@ -33,6 +33,11 @@ def test_no_tokens():
         ConcatPackedDataset(Numbered([0, 0, 5]), np.array([0, 1]), 8, seed=0)
 
 
+def test_edges_are_the_earlier_name_of_cu_seqlens():
+    pack = ConcatPackedDataset(Numbered([5, 3]), np.array([0, 1]), 8, seed=0)[0]
+    assert pack.edges is pack.cu_seqlens
+
+
 # ---- random-length: the study's way
 
 
@@ -50,15 +55,15 @@ def test_random_length_packs_are_the_same_tokens_in_two_chunks():
             and pack.epoch == concat[sample].epoch
         )
         assert (
-            pack.edges.dtype == np.int32
-            and len(pack.edges) == 3
-            and (np.diff(pack.edges) >= 12).all()
+            pack.cu_seqlens.dtype == np.int32
+            and len(pack.cu_seqlens) == 3
+            and (np.diff(pack.cu_seqlens) >= 12).all()
         )
-    assert [again[sample].edges[1] for sample in (99, 0)] == [
-        cut[sample].edges[1] for sample in (99, 0)
+    assert [again[sample].cu_seqlens[1] for sample in (99, 0)] == [
+        cut[sample].cu_seqlens[1] for sample in (99, 0)
     ]
-    assert [other[sample].edges[1] for sample in range(9)] != [
-        cut[sample].edges[1] for sample in range(9)
+    assert [other[sample].cu_seqlens[1] for sample in range(9)] != [
+        cut[sample].cu_seqlens[1] for sample in range(9)
     ]
 
 
@@ -67,7 +72,7 @@ def test_random_lengths_are_uniform():
         Numbered([1_000_000]), np.array([0]), 40, seed=0
     )  # cuts at 12 to 28: seventeen places
     samples = 17_000
-    counts = np.bincount([packs[sample].edges[1] for sample in range(samples)], minlength=29)
+    counts = np.bincount([packs[sample].cu_seqlens[1] for sample in range(samples)], minlength=29)
     assert counts[:12].sum() == 0 and counts.sum() == samples
     expected = samples / 17
     chi_square = ((counts[12:29] - expected) ** 2 / expected).sum()

@@ -80,7 +80,7 @@ def test_packs_of_any_length_begin_with_the_same_text(prefix):
     assert np.array_equal(short, text(held_out, 64, 4)) and np.array_equal(
         short, text(held_out, 128, 2)
     )
-    edges = [held_out.pack(64)[sample].edges.tolist() for sample in range(4)]
+    edges = [held_out.pack(64)[sample].cu_seqlens.tolist() for sample in range(4)]
     assert all(len(each) > 2 for each in edges)  # documents are shuffled, and told apart
 
 

@@ -134,13 +134,15 @@ def test_the_pack_is_the_one_that_a_run_reads(corpus, capsys, pack, seed):
     targets = objective.targets(read, SampleRandomness(seed, read.sample, read.epoch))
     expected = []
     for at, token in enumerate(read.tokens.tolist()):
-        if at in read.edges:
+        if at in read.cu_seqlens:
             expected.append(f"tokens {at}")
         word = small_tokenizer().decode([token]).strip()
         expected.append(f"[{word}]" if at in targets.predict_at else word)
     body = out[out.index("document 1 of the pack") : out.index("legend ─")]
     assert re.findall(r"tokens \d+|\[\w+\]|<\|eos\|>|dog|fox", body) == expected
-    assert f"pack {pack} (epoch {read.epoch}): 5 tokens of {len(read.edges) - 1} document" in out
+    assert (
+        f"pack {pack} (epoch {read.epoch}): 5 tokens of {len(read.cu_seqlens) - 1} document" in out
+    )
     assert f"{len(targets.predict_at)} tokens predicted" in out
 
 
