@@ -107,19 +107,19 @@ class KeyedPermutation:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, place: int) -> int:
+    def __getitem__(self, index: int) -> int:
         """Return the number at `place` of the permutation, both in range(count)."""
-        if not 0 <= place < self._count:
-            raise IndexError(f"places are 0 to {self._count - 1}, found {place}")
-        chunk, offset = divmod(place, _WALKED)
+        if not 0 <= index < self._count:
+            raise IndexError(f"places are 0 to {self._count - 1}, found {index}")
+        chunk, offset = divmod(index, _WALKED)
         return int(self._chunk(chunk)[offset])
 
-    def apply(self, places: np.ndarray) -> np.ndarray:
-        """Return int64[n], the numbers at `places`, int[n] in range(count)."""
-        numbers = self._encrypt(places.astype(np.uint64))
-        while len(outside := np.flatnonzero(numbers >= np.uint64(self._count))):
-            numbers[outside] = self._encrypt(numbers[outside])
-        return numbers.view(np.int64)
+    def apply(self, indices: np.ndarray) -> np.ndarray:
+        """Return int64[n], the values at `indices`, int[n] in range(count)."""
+        values = self._encrypt(indices.astype(np.uint64))
+        while len(outside := np.flatnonzero(values >= np.uint64(self._count))):
+            values[outside] = self._encrypt(values[outside])
+        return values.view(np.int64)
 
     def _compute_chunk(self, chunk: int) -> np.ndarray:
         """Return the numbers at the `chunk`-th _WALKED places."""
@@ -133,8 +133,8 @@ class KeyedPermutation:
         low_shift, high_shift = self._shifts
         high = values >> self._low_bits
         low = values & ((np.uint64(1) << self._low_bits) - np.uint64(1))
-        for number, key in enumerate(self._keys):
-            if number % 2:
+        for round_index, key in enumerate(self._keys):
+            if round_index % 2:
                 low = low ^ (_mix(high ^ key) >> low_shift)
             else:
                 high = high ^ (_mix(low ^ key) >> high_shift)
@@ -168,8 +168,8 @@ def _stable_argsort(words: np.ndarray) -> np.ndarray:
     has_tie = np.zeros(len(words), dtype=bool)
     for start in range(0, len(words) - 1, _CHUNK):
         current = order[start : start + _CHUNK]
-        following = order[start + 1 : start + _CHUNK + 1]
-        equal = ((current[: len(following)] ^ following) >> bits) == 0
+        next_words = order[start + 1 : start + _CHUNK + 1]
+        equal = ((current[: len(next_words)] ^ next_words) >> bits) == 0
         has_tie[start : start + len(equal)] |= equal
         has_tie[start + 1 : start + 1 + len(equal)] |= equal
     order &= (np.uint64(1) << bits) - np.uint64(1)

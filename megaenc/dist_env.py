@@ -174,10 +174,11 @@ def _has_python_ancestor() -> bool:
             return next(iter(process.cmdline()), "")
 
     try:
-        own = psutil.Process().exe()
+        interpreter = psutil.Process().exe()
         programs = [read_program(parent) for parent in psutil.Process().parents()]
     except psutil.Error:  # hidden, or just ended, so that the kernel kills this process too
         return True
     return any(
-        program == own or os.path.basename(program).startswith("python") for program in programs
+        program == interpreter or os.path.basename(program).startswith("python")
+        for program in programs
     )

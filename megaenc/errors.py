@@ -114,13 +114,13 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
 
 def _open_missing_streams() -> None:
     """Replace closed standard streams, as services have them, by /dev/null."""
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
-            descriptor = os.open(os.devnull, os.O_RDWR)
-            if descriptor != number:
-                os.dup2(descriptor, number)
-                os.close(descriptor)
-            setattr(sys, name, open(number, mode))  # noqa: SIM115  as long as the process
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            setattr(sys, name, open(descriptor, mode))  # noqa: SIM115  as long as the process
 
 
 def _report_input_error(error: InputError) -> None:
@@ -151,7 +151,7 @@ def _exit_on_interrupt(message: str) -> None:
     It writes `message` to stderr on rank 0.
     """
 
-    def handle(number: int, frame: object) -> None:
+    def handle(signum: int, frame: object) -> None:
         # `print` itself may have been interrupted.
         os.write(2, b"" if get_rank() else message.encode())
         os._exit(130)

@@ -444,10 +444,10 @@ def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
         flag: Flag with its hyphens, such as --config; underscores in `argv` are accepted.
     """
     result = None
-    for word, following in zip(argv, [*argv[1:], None], strict=False):
+    for word, next_word in zip(argv, [*argv[1:], None], strict=False):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == flag:  # both spellings are accepted
-            result = value if equals else following
+            result = value if equals else next_word
     return result
 
 
@@ -665,8 +665,8 @@ def _simplify_error(message: str) -> str:
         if heading in lines:
             lines = lines[: lines.index(heading)]
     if "Perhaps you meant:" in lines:
-        at = lines.index("Perhaps you meant:")
-        lines = [*lines[:at], "- did you mean " + lines[at + 1].split()[0].rstrip(",") + "?"]
+        index = lines.index("Perhaps you meant:")
+        lines = [*lines[:index], "- did you mean " + lines[index + 1].split()[0].rstrip(",") + "?"]
     sentence = " ".join(lines) or "the command line could not be read"
     if match := re.search(
         r"parsing (--\S+): .*(?:int\(\) with base 10|string to float): ('.*')", sentence

@@ -88,7 +88,7 @@ def accelerator_names() -> list[str]:
     ):
         return []
     code = (
-        "import torch; [print(torch.cuda.get_device_name(each)) for each in "
+        "import torch; [print(torch.cuda.get_device_name(index)) for index in "
         "range(torch.cuda.device_count())]"
     )
     result = subprocess.run(
@@ -115,5 +115,5 @@ def select_visible_devices(count: int) -> tuple[str, list[str]]:
         "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
     )
     chosen = os.environ.get(variable, "")
-    devices = chosen.split(",") if chosen else [str(number) for number in range(count)]
+    devices = chosen.split(",") if chosen else [str(index) for index in range(count)]
     return variable, devices[:count]

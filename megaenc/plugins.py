@@ -30,7 +30,7 @@ class Registry(Generic[T]):
         self.group = group
         self.kind = kind
         self._find_defect = find_defect
-        self._own: dict[str, T] = {}
+        self._registered: dict[str, T] = {}
 
     def register(self, name: str, value: T) -> None:
         """Register `value` in this process.
@@ -40,15 +40,15 @@ class Registry(Generic[T]):
         """
         if defect := self._find_defect(name, value):
             raise ValueError(f"{value!r} {defect}")
-        if name in self._own:
+        if name in self._registered:
             raise ValueError(
-                f"{self.kind} `{name}` is registered twice: {self._own[name]} and {value}"
+                f"{self.kind} `{name}` is registered twice: {self._registered[name]} and {value}"
             )
-        self._own[name] = value
+        self._registered[name] = value
 
     def names(self) -> list[str]:
         """Return all names, sorted, without importing the packages that offer some."""
-        return sorted({*self._own, *_find_entry_points(self.group, tuple(sys.path)).names})
+        return sorted({*self._registered, *_find_entry_points(self.group, tuple(sys.path)).names})
 
     def find(self, name: str) -> T:
         """Return the object called `name`, importing its package.
@@ -56,24 +56,24 @@ class Registry(Generic[T]):
         Raises:
             InputError: It is unknown, offered twice or invalid, or its import has failed.
         """
-        own = self._own.get(name)
+        registered = self._registered.get(name)
         offers = [
             offer
             for offer in _find_entry_points(self.group, tuple(sys.path)).select(name=name)
-            if own is None or offer.value != _import_path(own)
+            if registered is None or offer.value != _import_path(registered)
         ]
-        if own is not None and not offers:
-            return own
+        if registered is not None and not offers:
+            return registered
         title = f"{self.kind} `{name}`"
         if not offers:
             near = closest_match(name.lower(), self.names())
             hint = f"; did you mean `{near}`?" if near else ""
             names = ", ".join(self.names()) or "those of installed packages, and none offers any"
             raise InputError(f"unknown {title}, expected one of {names}{hint}")
-        if own is not None:
+        if registered is not None:
             raise InputError(
                 f"{title}: {_format_package(offers[0])} offers it, "
-                f"but {_import_path(own)} has that name already"
+                f"but {_import_path(registered)} has that name already"
             )
         if len(offers) > 1:
             packages = " and by ".join(_format_package(offer) for offer in offers)

@@ -114,19 +114,19 @@ def exit_on_sigterm() -> Iterator[None]:
         ValueError: This is not the main thread.
     """
 
-    def stop(number: int, frame: object) -> None:
-        if number == signal.SIGHUP:
-            signal.signal(number, signal.SIG_IGN)
-        sys.exit(128 + number)
+    def stop(signum: int, frame: object) -> None:
+        if signum == signal.SIGHUP:
+            signal.signal(signum, signal.SIG_IGN)
+        sys.exit(128 + signum)
 
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in numbers}
+    signals = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+    before = {signum: signal.signal(signum, stop) for signum in signals}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 class ChildProcess:

@@ -61,7 +61,7 @@ def format_csv(lines: Iterable[Iterable[object]]) -> str:
 
 
 def format_markdown(
-    names: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]
+    text_columns: Sequence[str], number_columns: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> str:
     """Return a Markdown table.
 
@@ -69,21 +69,21 @@ def format_markdown(
     they are.
 
     Args:
-        names: Headings of the first columns.
-        numbers: Headings of the columns after them.
+        text_columns: Headings of the first columns.
+        number_columns: Headings of the columns after them.
         rows: Cells of both.
     """
     lines = [
-        f"| {' | '.join([*names, *numbers])} |",
-        "|---" * len(names) + "|---:" * len(numbers) + "|",
+        f"| {' | '.join([*text_columns, *number_columns])} |",
+        "|---" * len(text_columns) + "|---:" * len(number_columns) + "|",
     ]
     for row in rows:
-        cells = [*map(escape_markdown, row[: len(names)]), *row[len(names) :]]
+        cells = [*map(escape_markdown, row[: len(text_columns)]), *row[len(text_columns) :]]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def build_rich_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
+def build_rich_table(title: str, text_columns: Sequence[str], number_columns: Sequence[str]) -> Any:
     """Return a rich table without rows.
 
     Columns `names` are left-aligned and wrap, and `numbers` are right-aligned. Both are headings.
@@ -94,9 +94,9 @@ def build_rich_table(title: str, names: Sequence[str], numbers: Sequence[str]) -
     table = Table(
         title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False
     )
-    for name in names:
+    for name in text_columns:
         table.add_column(name, overflow="fold")
-    for name in numbers:
+    for name in number_columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table
 

@@ -92,9 +92,9 @@ class HFCheckpoint:
             with _open_safetensors(file, "np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118, which is no dict
                     if name in self.headers:
-                        other = self.headers[name].file.name
+                        first_file = self.headers[name].file.name
                         raise InputError(
-                            f"{file}: holds `{name}` a second time (it is in {other} already)"
+                            f"{file}: holds `{name}` a second time (it is in {first_file} already)"
                         )
                     header = tensors.get_slice(name)
                     if not name.endswith(_COMPUTED):

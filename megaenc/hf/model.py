@@ -386,7 +386,7 @@ def _build_older_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 def _find_global_period(kinds: list[str]) -> int | None:
     """Return n if the layers with full attention are 0, n, 2 n, ..., else None."""
-    number = len(kinds)
+    layer_count = len(kinds)
     full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
-    period = full[1] if len(full) > 1 else number
-    return period if full == list(range(0, number, period)) else None
+    period = full[1] if len(full) > 1 else layer_count
+    return period if full == list(range(0, layer_count, period)) else None

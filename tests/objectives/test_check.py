@@ -148,7 +148,7 @@ def directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*OBJECTIVES._own} - {"distill"})
+    "name", sorted({*OBJECTIVES._registered} - {"distill"})
 )  # which needs a teacher: test_distillation.py
 def test_own_objectives_pass(name, directory):
     _, results = run_checks(CheckConfig(name))

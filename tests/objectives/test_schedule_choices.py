@@ -41,7 +41,7 @@ def test_a_phase_of_one_step_has_the_first_value():
 @pytest.fixture
 def toy(monkeypatch):
     """Register a plug-in with an option of every kind."""
-    monkeypatch.setattr(registry.OBJECTIVES, "_own", dict(registry.OBJECTIVES._own))
+    monkeypatch.setattr(registry.OBJECTIVES, "_registered", dict(registry.OBJECTIVES._registered))
 
     @registry.register
     @dataclasses.dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_phases_have_temperatures_and_limits_of_their_own(group):
     second = plan.data_at(11)
     third = plan.data_at(21)
     for data, exponent in ((first, 0.7), (second, 0.3), (third, 0.3)):
-        assert list(map(float, data.shares[:3])) == pytest.approx(
+        assert list(map(float, data.fractions[:3])) == pytest.approx(
             list(0.6 * group_shares(data, exponent))
         )
     # The smallest corpus has been read more than once before the last phase, which leaves it out.

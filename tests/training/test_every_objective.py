@@ -80,7 +80,7 @@ def test_an_encoder_that_predicts_classes_goes_out_without_its_output_layer(
     monkeypatch.syspath_prepend(runs.ROOT / "examples" / "objective_plugin")
     from replaced_tokens import ReplacedTokenDetection
 
-    monkeypatch.setitem(OBJECTIVES._own, "replaced_tokens", ReplacedTokenDetection)
+    monkeypatch.setitem(OBJECTIVES._registered, "replaced_tokens", ReplacedTokenDetection)
     flags = [
         *small_corpus.flags,
         *runs.SHORT_RUN,

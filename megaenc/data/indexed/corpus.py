@@ -462,11 +462,11 @@ def check_bin_size(prefix: str, expected_bytes: int) -> None:
 
     They are computed from the sequence lengths in the .idx.
     """
-    found_bytes = Path(f"{prefix}.bin").stat().st_size
-    if found_bytes != expected_bytes:
-        problem = "truncated" if found_bytes < expected_bytes else "too long"
+    actual_bytes = Path(f"{prefix}.bin").stat().st_size
+    if actual_bytes != expected_bytes:
+        problem = "truncated" if actual_bytes < expected_bytes else "too long"
         raise InputError(
-            f"{prefix}.bin: {problem}: found {found_bytes} bytes, expected {expected_bytes} (by "
+            f"{prefix}.bin: {problem}: found {actual_bytes} bytes, expected {expected_bytes} (by "
             "the lengths in .idx)"
         )
 
@@ -532,9 +532,9 @@ def _suggest_prefix(prefix: str) -> str:
     if path.suffix in (".bin", ".idx", ".json") and os.path.isfile(path.with_suffix(".idx")):
         return f"; did you mean `{path.with_suffix('')}`?"
     if path.name and os.path.isdir(path.parent):
-        others = sorted(path.parent.glob(glob.escape(path.name) + "*.idx"))
-        if others:
-            return f"; did you mean `{others[0].with_suffix('')}`?"
+        candidates = sorted(path.parent.glob(glob.escape(path.name) + "*.idx"))
+        if candidates:
+            return f"; did you mean `{candidates[0].with_suffix('')}`?"
     return ""
 
 

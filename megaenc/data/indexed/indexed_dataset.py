@@ -68,7 +68,7 @@ class IndexArrays:
         return cls(*arrays)
 
 
-def read_entries(path: str | Path, array: np.memmap, numbers: np.ndarray) -> np.ndarray:
+def read_entries(path: str | Path, array: np.memmap, indices: np.ndarray) -> np.ndarray:
     """Return entries of a memory-mapped int64 array without mapping their pages.
 
     For few entries far apart, of which a mapping would read the pages in between.
@@ -76,12 +76,12 @@ def read_entries(path: str | Path, array: np.memmap, numbers: np.ndarray) -> np.
     Args:
         path: File that `array` maps.
         array: Array as it was mapped, not a slice.
-        numbers: int64[n], indices of the entries, in any order.
+        indices: int64[n], indices of the entries, in any order.
 
     Returns:
         int64[n], the entries in the order of `numbers`, read-only.
     """
-    starts = np.array_split(array.offset + 8 * numbers, _READERS)
+    starts = np.array_split(array.offset + 8 * indices, _READERS)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(part: np.ndarray) -> bytes:
@@ -149,9 +149,9 @@ class IndexedWriter:
         _, _, _, sequences, indices = HEADER.unpack_from(index)
         # A view would keep all of `index` alive.
         lengths = np.frombuffer(index, np.int32, sequences, HEADER.size).copy()
-        edges = np.frombuffer(index, np.int64, indices, HEADER.size + 12 * sequences)
-        keep = np.ones(len(edges) - 1, bool) if keep is None else keep
-        counts = np.diff(edges)
+        first_sequences = np.frombuffer(index, np.int64, indices, HEADER.size + 12 * sequences)
+        keep = np.ones(len(first_sequences) - 1, bool) if keep is None else keep
+        counts = np.diff(first_sequences)
         keep_sequences = np.repeat(keep, counts)
         # int64[runs, 2], first byte and end of each run of sequences to append.
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -217,12 +217,12 @@ class IndexedWriter:
             ends = start + np.cumsum(lengths, dtype=np.int64)
             yield ((ends - lengths) * self._dtype.itemsize).data
             start = ends[-1]
-        edge = np.int64(0)
-        yield edge.tobytes()
+        sequence_end = np.int64(0)
+        yield sequence_end.tobytes()
         for counts in self._counts:
-            edges = edge + np.cumsum(counts, dtype=np.int64)
-            yield edges.data
-            edge = edges[-1]
+            sequence_ends = sequence_end + np.cumsum(counts, dtype=np.int64)
+            yield sequence_ends.data
+            sequence_end = sequence_ends[-1]
 
     def close(self) -> None:
         """Close the .bin without writing the .idx; may be called again."""

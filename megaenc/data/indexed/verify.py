@@ -151,15 +151,15 @@ def _check_sequences(prefix: str, index: IndexArrays, size: int) -> int:
         expected = (total + np.cumsum(lengths) - lengths) * size
         is_wrong = (lengths < 0) | (pointers != expected)
         if is_wrong.any():
-            at = int(is_wrong.argmax())
-            if lengths[at] < 0:
+            offset = int(is_wrong.argmax())
+            if lengths[offset] < 0:
                 raise InputError(
-                    f"{prefix}.idx: sequence {first + at}: "
-                    f"found length {lengths[at]}, expected 0 or more"
+                    f"{prefix}.idx: sequence {first + offset}: "
+                    f"found length {lengths[offset]}, expected 0 or more"
                 )
             raise InputError(
-                f"{prefix}.idx: sequence {first + at}: found pointer {pointers[at]}, "
-                f"expected {expected[at]} (from the lengths of the previous sequences)"
+                f"{prefix}.idx: sequence {first + offset}: found pointer {pointers[offset]}, "
+                f"expected {expected[offset]} (from the lengths of the previous sequences)"
             )
         total += int(lengths.sum())
     return total
@@ -180,11 +180,11 @@ def _check_documents(prefix: str, index: IndexArrays) -> None:
         # Differences of non-negative numbers cannot overflow.
         decreases = (indices < 0) | (np.diff(indices, prepend=previous) < 0)
         if decreases.any():
-            at = int(decreases.argmax())
+            offset = int(decreases.argmax())
             raise InputError(
-                f"{prefix}.idx: document {first + at}: found first sequence {indices[at]}, "
-                f"expected {indices[at - 1] if at else previous} or more (that of the previous "
-                "document)"
+                f"{prefix}.idx: document {first + offset}: found first sequence {indices[offset]}, "
+                f"expected {indices[offset - 1] if offset else previous} or more (that of the "
+                "previous document)"
             )
         previous = int(indices[-1])
     if previous != len(index.lengths):
@@ -231,15 +231,16 @@ class _TokenChecker:
         unsigned = chunk.view(f"u{self.dtype.itemsize}")
         if self._limit is None or int(unsigned.max()) < self._limit:
             return ""
-        at = int((unsigned >= self._limit).argmax())
-        token = start + at
+        offset = int((unsigned >= self._limit).argmax())
+        token = start + offset
         document = bisect_right(self._documents, token, key=self._find_end)
         place = (
             f"document {document}, token {token - self._find_end(document - 1)} (token {token:,} "
             "of the corpus)"
         )
         return (
-            f"{place}: found id {chunk[at]}, expected 0 to {self._limit - 1} (the tokenizer's ids)"
+            f"{place}: found id {chunk[offset]}, expected 0 to {self._limit - 1} "
+            "(the tokenizer's ids)"
         )
 
     def _find_end(self, document: int) -> int:
@@ -247,10 +248,12 @@ class _TokenChecker:
 
         0 for document -1.
         """
-        following = int(self._index.documents[document + 1])  # its first sequence
-        at_end = following == len(self._index.pointers)
+        next_sequence = int(self._index.documents[document + 1])  # its first sequence
+        is_last = next_sequence == len(self._index.pointers)
         return (
-            self.tokens if at_end else int(self._index.pointers[following]) // self.dtype.itemsize
+            self.tokens
+            if is_last
+            else int(self._index.pointers[next_sequence]) // self.dtype.itemsize
         )
 
     def _check_special_tokens(self, chunk: np.ndarray, start: int) -> str:
@@ -264,10 +267,10 @@ class _TokenChecker:
             return ""
         # Documents that begin and end in the chunk, at its borders, or beyond them.
         last = bisect_right(self._documents, stop, lo=first, key=self._find_end) + 1
-        following = np.array(self._index.documents[first + 1 : last + 1])
-        inside = following < len(self._index.pointers)
-        ends = np.full(len(following), self.tokens, dtype=np.int64)
-        ends[inside] = self._index.pointers[following[inside]] // self.dtype.itemsize
+        next_sequences = np.array(self._index.documents[first + 1 : last + 1])
+        inside = next_sequences < len(self._index.pointers)
+        ends = np.full(len(next_sequences), self.tokens, dtype=np.int64)
+        ends[inside] = self._index.pointers[next_sequences[inside]] // self.dtype.itemsize
         starts = np.append(self._find_end(first - 1), ends[:-1])
         self._first_document = first + int(np.searchsorted(ends, stop, side="right"))
         for place, token in self._special:
@@ -276,15 +279,17 @@ class _TokenChecker:
             tokens = chunk[np.clip(positions - start, 0, len(chunk) - 1)]
             is_wrong = is_missing | ((tokens != token) & (positions >= start) & (positions < stop))
             if is_wrong.any():
-                at = int(is_wrong.argmax())
+                offset = int(is_wrong.argmax())
                 name = {-1: "last token", 0: "first token"}.get(place, f"token {place}")
-                actual = f"id {tokens[at]} as its {name} ({positions[at]:,} of the corpus)"
-                if is_missing[at]:
+                actual = f"id {tokens[offset]} as its {name} ({positions[offset]:,} of the corpus)"
+                if is_missing[offset]:
                     actual = "no token"
                 expected = f"{token} (`special_tokens`"
                 if place == -1:
                     expected = f"it to end with {token} (`eod`"
-                return f"document {first + at}: found {actual}, expected {expected} in the .json)"
+                return (
+                    f"document {first + offset}: found {actual}, expected {expected} in the .json)"
+                )
         return ""
 
 
@@ -342,9 +347,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         except InputError as error:  # the other corpora are still checked
             damaged[prefix] = error
     if damaged:
-        (_, first), *others = damaged.items()
-        more = f"; damaged too: {', '.join(prefix for prefix, _ in others)}" if others else ""
-        raise InputError(f"{first}{more}")
+        (_, first_error), *rest = damaged.items()
+        more = f"; damaged too: {', '.join(prefix for prefix, _ in rest)}" if rest else ""
+        raise InputError(f"{first_error}{more}")
 
 
 def _verify_and_report(prefix: str, vocabulary: Vocabulary | None) -> None:

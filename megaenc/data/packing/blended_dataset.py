@@ -46,7 +46,7 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
             "expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B"
         )
     paths = set()
-    for number, (weight, prefix) in enumerate(pairs):
+    for index, (weight, prefix) in enumerate(pairs):
         if not prefix:
             raise InputError(
                 "--data-path: found an empty text, expected the prefix of a .bin and an .idx file"
@@ -54,7 +54,7 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
         if weight is not None and weight <= 0:
             raise InputError(
                 f"--data-path {' '.join(words)}: "
-                f"found weight {words[2 * number]}, expected more than 0"
+                f"found weight {words[2 * index]}, expected more than 0"
             )
         path = os.path.realpath(prefix)
         if path in paths:
@@ -130,10 +130,11 @@ def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
                     "`megaenc preprocess`, such as 'data/*_text_document'"
                 )
         for prefix in prefixes:
-            other = words_by_path.setdefault(os.path.realpath(prefix), word)
-            if other is not word:
+            other_word = words_by_path.setdefault(os.path.realpath(prefix), word)
+            if other_word is not word:
                 raise InputError(
-                    f"--data-path: {word} and {other} both name {prefix}, expected each corpus once"
+                    f"--data-path: {word} and {other_word} both name {prefix}, "
+                    "expected each corpus once"
                 )
         sources.append(CorpusSource(weight, word, tuple(prefixes)))
     return sources
@@ -183,7 +184,7 @@ def _temper_size(tokens: int, temperature: float) -> Fraction:
     return round(mantissa * 2**40) * Fraction(2) ** (exponent - 40)
 
 
-def has_shares_by_size(sources: Sequence[CorpusSource]) -> bool:
+def has_fractions_by_size(sources: Sequence[CorpusSource]) -> bool:
     """Return whether shares of corpora follow from their sizes.
 
     They do within a source of several corpora, and among all corpora without weights.
@@ -193,7 +194,7 @@ def has_shares_by_size(sources: Sequence[CorpusSource]) -> bool:
 
 
 def describe_blend(
-    shares: Sequence[Fraction],
+    fractions: Sequence[Fraction],
     fingerprints: Sequence[str],
     *,
     is_periodic: bool,
@@ -201,11 +202,11 @@ def describe_blend(
 ) -> str:
     """Return a text that is equal for the same corpora in the same order.
 
-    It is the content hash of a single corpus, or the content hashes of several with their shares.
-    If the order of several has no period, it is a digest of these and `max_epochs`.
+    It is the content hash of a single corpus, or the content hashes of several with their
+    fractions. If the order of several has no period, it is a digest of these and `max_epochs`.
 
     Args:
-        shares: Weights that add up to 1.
+        fractions: Fraction of the packs that each corpus has in the blend; they add up to 1.
         fingerprints: `Corpus.fingerprint` of each corpus.
         is_periodic: See `BlendedDataset.is_periodic`.
         max_epochs: --blend-max-epochs.
@@ -213,7 +214,8 @@ def describe_blend(
     if len(fingerprints) == 1:
         return fingerprints[0]
     content = ", ".join(
-        f"{share} {fingerprint}" for share, fingerprint in zip(shares, fingerprints, strict=True)
+        f"{fraction} {fingerprint}"
+        for fraction, fingerprint in zip(fractions, fingerprints, strict=True)
     )
     if is_periodic:
         return content
@@ -276,7 +278,7 @@ class BlendedDataset:
         """
         return self._order.samples
 
-    def starting_at(self, first_sample: int, offsets: Sequence[int]) -> "BlendedDataset":
+    def continue_from(self, first_sample: int, offsets: Sequence[int]) -> "BlendedDataset":
         """Return a copy that continues a run with sample `first_sample`.
 
         The order of corpora starts anew; `limits` count the omitted packs too. The copy shares the
@@ -289,18 +291,18 @@ class BlendedDataset:
         shifted = copy(self)
         shifted.first_sample = first_sample
         shifted._offsets = np.array(offsets, dtype=np.int64)
-        shifted._order = self._order.starting_at(shifted._offsets)
+        shifted._order = self._order.skip_packs(shifted._offsets)
         return shifted
 
     def __getitem__(self, sample: int) -> Pack:
-        """Return the Pack of sample number `sample`, which is `first_sample` or later.
+        """Return the Pack of sample `sample`, which is `first_sample` or later.
 
         Raises:
             IndexError: `sample` is before `first_sample`.
             InputError: All corpora have ended before it.
         """
-        corpus, number = self._order.locate(self._place_of(sample))
-        return replace(self.datasets[corpus][int(self._offsets[corpus]) + number], sample=sample)
+        corpus, pack = self._order.locate(self._place_of(sample))
+        return replace(self.datasets[corpus][int(self._offsets[corpus]) + pack], sample=sample)
 
     def corpus_of_sample(self, sample: int) -> int:
         """Return the index in `datasets` of the corpus that gives sample number `sample`.

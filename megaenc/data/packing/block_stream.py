@@ -28,16 +28,16 @@ _GROUP_BLOCKS = 4
 class DocumentBlocks:
     """Part of a corpus, in blocks of `size` consecutive documents.
 
-    `numbers`, int64[B], are those of its blocks, from 0: block b has the documents b * size to
+    `indices`, int64[B], are those of its blocks, from 0: block b has the documents b * size to
     (b + 1) * size - 1. The last block of a corpus may have fewer.
     """
 
     size: int
-    numbers: np.ndarray
+    indices: np.ndarray
 
     def __len__(self) -> int:
         """Return the number of documents, counting the last block as full."""
-        return self.size * len(self.numbers)
+        return self.size * len(self.indices)
 
 
 def choose_block_size(documents: int) -> int:
@@ -92,8 +92,8 @@ class BlockStream(TokenStream):
             InputError: They hold no token.
         """
         super().__init__(corpus, seed)
-        lengths = np.diff(corpus.block_offsets(blocks.size))[blocks.numbers]
-        self._numbers = blocks.numbers[lengths > 0]
+        lengths = np.diff(corpus.block_offsets(blocks.size))[blocks.indices]
+        self._block_indices = blocks.indices[lengths > 0]
         self._lengths = lengths[lengths > 0]
         self._size = blocks.size
         self.tokens_per_epoch = int(lengths.sum())
@@ -149,7 +149,9 @@ class BlockStream(TokenStream):
 
         The ends, int64[groups], are in tokens from the start of the epoch.
         """
-        order = counter_rng.permutation(self.seed, "blocks", len(self._numbers), counters=(epoch,))
+        order = counter_rng.permutation(
+            self.seed, "blocks", len(self._block_indices), counters=(epoch,)
+        )
         firsts = np.arange(0, len(order), self._blocks_per_group)
         return order, np.cumsum(np.add.reduceat(self._lengths[order], firsts))
 
@@ -164,16 +166,16 @@ class BlockStream(TokenStream):
             LocalInputError: The index has changed since it was opened.
         """
         order, group_ends = self._block_order(epoch)
-        blocks = self._numbers[
+        blocks = self._block_indices[
             order[group * self._blocks_per_group : (group + 1) * self._blocks_per_group]
         ]
-        edges = np.minimum(
+        boundaries = np.minimum(
             blocks[:, None] * self._size + np.arange(self._size + 1), len(self.corpus)
         )
-        edge_offsets = self.corpus.document_offsets(edges)
-        documents = edges[:, :-1].ravel()
-        offsets = edge_offsets[:, :-1].ravel()
-        lengths = np.diff(edge_offsets).ravel()
+        boundary_offsets = self.corpus.document_offsets(boundaries)
+        documents = boundaries[:, :-1].ravel()
+        offsets = boundary_offsets[:, :-1].ravel()
+        lengths = np.diff(boundary_offsets).ravel()
         present = np.flatnonzero(lengths)
         order = present[
             counter_rng.permutation(self.seed, "documents", len(present), counters=(epoch, group))

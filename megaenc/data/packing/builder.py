@@ -13,7 +13,7 @@ from megaenc.data.packing.blended_dataset import (
     BlendedDataset,
     describe_blend,
     find_corpora,
-    has_shares_by_size,
+    has_fractions_by_size,
     weigh_corpora,
 )
 from megaenc.data.packing.block_stream import (
@@ -64,13 +64,14 @@ class CorpusUsage:
 class RunData:
     """Corpora of a run, with their training and held-out packs.
 
-    `corpora`, `train_datasets` and `shares` (which add up to 1) correspond. `held_out` is None if
-    no document is held out.
+    `RunData.open` builds it. `corpora`, `train_datasets` and `fractions` (of the packs of the run, which add up to 1)
+    correspond. `train` blends all `train_datasets`, and `held_out` the packs of the validation
+    documents; it is None if no document is held out. Each rank opens all of it.
     """
 
     corpora: tuple[Corpus, ...]
     train_datasets: tuple[CorpusPackedDataset, ...]
-    shares: tuple[Fraction, ...]
+    fractions: tuple[Fraction, ...]
     train: BlendedDataset
     held_out: BlendedDataset | None
     special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
@@ -153,7 +154,7 @@ class RunData:
         )
         total = sum(weights)
         words = [source.word for source in sources for _ in source.prefixes]
-        is_tempered = temperature != 1 and has_shares_by_size(sources)
+        is_tempered = temperature != 1 and has_fractions_by_size(sources)
         limits = None
         if max_epochs is not None:
             limits = [part.packs_of_epochs(max_epochs) for part in train_datasets]
@@ -166,10 +167,10 @@ class RunData:
                 held_out_limits = [part.samples_before_repeat for part in held_out_parts]
             held_out_blend = BlendedDataset(
                 held_out_parts,
-                [weights[number] for number in held_out_datasets],
+                [weights[index] for index in held_out_datasets],
                 limits=held_out_limits,
                 is_tempered=is_tempered,
-                sources=[words[number] for number in held_out_datasets],
+                sources=[words[index] for index in held_out_datasets],
             )
         return cls(
             tuple(corpora.values()),
@@ -202,7 +203,7 @@ class RunData:
     def _describe(self, is_periodic: bool, max_epochs: int | None) -> str:
         fingerprints = [corpus.fingerprint for corpus in self.corpora]
         return describe_blend(
-            self.shares, fingerprints, is_periodic=is_periodic, max_epochs=max_epochs
+            self.fractions, fingerprints, is_periodic=is_periodic, max_epochs=max_epochs
         )
 
     @property
@@ -225,10 +226,10 @@ class RunData:
         epochs = [0.0] * len(self.corpora)
         for start, stop, sign in spans:
             counts = zip(self.train.next_packs(start), self.train.next_packs(stop), strict=True)
-            for number, (before, after) in enumerate(counts):
-                part = self.train_datasets[number]
-                packs[number] += sign * (after - before)
-                epochs[number] += sign * (part.epochs_after(after) - part.epochs_after(before))
+            for index, (before, after) in enumerate(counts):
+                part = self.train_datasets[index]
+                packs[index] += sign * (after - before)
+                epochs[index] += sign * (part.epochs_after(after) - part.epochs_after(before))
         return [
             CorpusUsage(
                 corpus.prefix,
@@ -239,7 +240,7 @@ class RunData:
                 part.tokens_per_epoch,
             )
             for corpus, part, share, corpus_packs, corpus_epochs in zip(
-                self.corpora, self.train_datasets, self.shares, packs, epochs, strict=True
+                self.corpora, self.train_datasets, self.fractions, packs, epochs, strict=True
             )
         ]
 
@@ -271,23 +272,27 @@ def index_path(prefix: str) -> str:
 
 
 def check_same_special_tokens(
-    first: str, special: SpecialTokens, second: str, other: SpecialTokens, flag: str = "--data-path"
+    first_prefix: str,
+    first_tokens: SpecialTokens,
+    second_prefix: str,
+    second_tokens: SpecialTokens,
+    flag: str = "--data-path",
 ) -> None:
     """Raise InputError unless two corpora have the same special tokens.
 
     Their modes may differ.
 
     Args:
-        first: Prefix of the corpus with the tokens `special`.
-        second: Prefix of the corpus with the tokens `other`.
-        flag: Flag that names the second.
+        first_prefix: Prefix of the corpus with the tokens `first_tokens`.
+        second_prefix: Prefix of the corpus with the tokens `second_tokens`.
+        flag: Flag that names the second corpus.
     """
-    if special.is_same(other):
+    if first_tokens.is_same(second_tokens):
         return
     texts = [
         f"{prefix} has --special-tokens {tokens.mode} (before {list(tokens.before)}, after "
         f"{list(tokens.after)})"
-        for prefix, tokens in ((first, special), (second, other))
+        for prefix, tokens in ((first_prefix, first_tokens), (second_prefix, second_tokens))
     ]
     raise InputError(f"{flag}: {texts[0]}, {texts[1]}; expected one mode for all corpora of a run")
 
@@ -305,17 +310,17 @@ def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
     Returns:
         The data, with training packs numbered from each first sample on.
     """
-    numbers: dict[tuple[str, int, type], int] = {}  # the next pack of each corpus
+    next_packs: dict[tuple[str, int, type], int] = {}  # the next pack of each corpus
     chained = []
     for (first, data), (end, _) in pairwise([*parts, (None, None)]):
         keys = [
             (corpus.fingerprint, part.seq_length, type(part))
             for corpus, part in zip(data.corpora, data.train_datasets, strict=True)
         ]
-        train = data.train.starting_at(first, [numbers.get(key, 0) for key in keys])
+        train = data.train.continue_from(first, [next_packs.get(key, 0) for key in keys])
         chained.append(replace(data, train=train))
         if end is not None:
-            numbers |= dict(zip(keys, train.next_packs(end), strict=True))
+            next_packs |= dict(zip(keys, train.next_packs(end), strict=True))
     return chained
 
 
@@ -327,7 +332,7 @@ def split_corpus(
 ):
     """Return a corpus's training, validation and test documents by weight.
 
-    They are ascending document numbers or, with `order` "blocks" for a corpus of more than
+    They are ascending document indices or, with `order` "blocks" for a corpus of more than
     1,048,576 documents, blocks of documents, whose reads are then expected to be scattered. A part
     may be empty.
 
@@ -338,16 +343,16 @@ def split_corpus(
         corpus.expect_random_reads()
         size = choose_block_size(len(corpus))
         parts = split_documents(-(-len(corpus) // size), fractions)
-        return tuple(DocumentBlocks(size, numbers) for numbers in parts)
+        return tuple(DocumentBlocks(size, blocks) for blocks in parts)
     return split_documents(len(corpus), fractions)
 
 
 def has_tokens(corpus: Corpus, documents: np.ndarray | DocumentBlocks) -> bool:
     """Return whether any of `documents` holds a token."""
     if isinstance(documents, DocumentBlocks):
-        return bool(np.diff(corpus.block_offsets(documents.size))[documents.numbers].any())
+        return bool(np.diff(corpus.block_offsets(documents.size))[documents.indices].any())
     chunks = (
         documents[start : start + _DOCUMENTS_PER_CHECK]
         for start in range(0, len(documents), _DOCUMENTS_PER_CHECK)
     )
-    return any(corpus.document_lengths[numbers].any() for numbers in chunks)
+    return any(corpus.document_lengths[chunk].any() for chunk in chunks)

@@ -61,8 +61,8 @@ def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
     begins = -(-(turns * parts + period) // step)
     # The end as a whole number and 32 binary digits, which tell any two quotients by numbers up to
     # PERIOD apart.
-    whole, rest = np.divmod((turns + 1) * parts - period, count)
-    by_end = np.lexsort((corpus_of_turn, (rest << 32) // count, whole))
+    quotient, remainder = np.divmod((turns + 1) * parts - period, count)
+    by_end = np.lexsort((corpus_of_turn, (remainder << 32) // count, quotient))
     rank = np.empty(period, dtype=np.int64)
     rank[by_end] = np.arange(period)
     by_begin = np.argsort(begins, kind="stable")
@@ -104,7 +104,7 @@ class CorpusOrder(ABC):
         """
 
     @abstractmethod
-    def starting_at(self, packs: np.ndarray) -> "CorpusOrder":
+    def skip_packs(self, packs: np.ndarray) -> "CorpusOrder":
         """Return the order after int64[corpora] `packs` have been read elsewhere.
 
         Its samples and packs are numbered from 0 again.
@@ -139,8 +139,8 @@ class CorpusOrder(ABC):
         if block == blocks:
             return self.samples
         corpora, earlier = self.arrange_block(block)
-        numbers = self.count_packs(block)[corpora] + earlier
-        return block * self.block_size + int(np.argmax(numbers >= packs[corpora]))
+        pack_indices = self.count_packs(block)[corpora] + earlier
+        return block * self.block_size + int(np.argmax(pack_indices >= packs[corpora]))
 
 
 class PeriodicOrder(CorpusOrder):
@@ -173,7 +173,7 @@ class PeriodicOrder(CorpusOrder):
             self._period = corpora, earlier
         return self._period
 
-    def starting_at(self, packs: np.ndarray) -> "PeriodicOrder":
+    def skip_packs(self, packs: np.ndarray) -> "PeriodicOrder":
         """Return the same order, which has no memory of what has been read."""
         return self
 
@@ -220,7 +220,7 @@ class DueOrder(CorpusOrder):
         """Return int32[block_size or less], corpora and earlier samples of a block."""
         return self._remember_block(block)
 
-    def starting_at(self, packs: np.ndarray) -> "DueOrder":
+    def skip_packs(self, packs: np.ndarray) -> "DueOrder":
         """Return an order whose corpora end so many packs earlier."""
         if self._limits is None:
             return self

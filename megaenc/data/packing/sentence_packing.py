@@ -117,9 +117,9 @@ class SentencePackedDataset(CorpusPackedDataset):
         """
         sentences = self._compute_sentence_starts(epoch)
         # For each sentence, the first one after a pack that starts there.
-        following = np.searchsorted(sentences, sentences + self.seq_length)
+        next_sentences = np.searchsorted(sentences, sentences + self.seq_length)
         # Indexing a memoryview is several times faster than indexing an array.
-        next_pack = memoryview(following)
+        next_pack = memoryview(next_sentences)
         sentence = int(np.searchsorted(sentences, self._consumed[epoch]))
         pack_sentences = array("q")
         while sentence < len(sentences):

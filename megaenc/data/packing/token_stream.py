@@ -53,25 +53,25 @@ class TokenStream(ABC):
             )
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `count` tokens from position `start`, and their document edges.
+        """Return `count` tokens from position `start`, with the boundaries of documents.
 
         They may reach over several documents and epochs; the first and last document may be cut.
         `count` is at least 1.
 
         Returns:
-            int64[count] token ids, and int32[D + 1] edges from 0 to `count`.
+            int64[count] token ids, and int32[D + 1] cu_seqlens from 0 to `count`.
         """
         tokens = []
-        edges = [np.zeros(1, dtype=np.int64)]
+        cu_seqlens = [np.zeros(1, dtype=np.int64)]
         done = 0
         while done < count:
             epoch, begin = divmod(start + done, self.tokens_per_epoch)
             piece, lengths = self._read_piece(epoch, begin, count - done)
             tokens.append(piece)
-            edges.append(done + np.cumsum(lengths))
+            cu_seqlens.append(done + np.cumsum(lengths))
             done += len(piece)
         joined = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
-        return joined, np.concatenate(edges, dtype=np.int32)
+        return joined, np.concatenate(cu_seqlens, dtype=np.int32)
 
     @abstractmethod
     def _read_piece(self, epoch: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,12 +128,12 @@ class DocumentStream(TokenStream):
         end = min(begin + count, self.tokens_per_epoch)
         # Documents of tokens begin and end - 1.
         first, last = np.searchsorted(ends, (begin, end - 1), side="right")
-        numbers = order[first : last + 1]
+        indices = order[first : last + 1]
         document_ends = ends[first : last + 1]
-        offsets = document_ends - self._lengths[numbers]  # of the first tokens, within the epoch
+        offsets = document_ends - self._lengths[indices]  # of the first tokens, within the epoch
         starts = np.maximum(begin - offsets, 0)
         stops = np.minimum(end, document_ends) - offsets
-        return self.corpus.read_spans(self.documents[numbers], starts, stops), stops - starts
+        return self.corpus.read_spans(self.documents[indices], starts, stops), stops - starts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:
         """Return the numbers of the documents with tokens in the order of `epoch`."""

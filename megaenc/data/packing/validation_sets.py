@@ -71,7 +71,7 @@ class ValidationSet:
     documents: np.ndarray | DocumentBlocks
     split: str
     """Split whose validation part `documents` are; `0,1,0` for all of the corpus."""
-    is_whole: bool
+    is_whole_corpus: bool
     """True if `documents` are all of the corpus."""
 
     @classmethod
@@ -103,8 +103,8 @@ class ValidationSet:
         """
         open_corpora([prefix], vocabulary, opened)
         corpus = opened[index_path(prefix)]
-        is_whole = corpus.fingerprint not in train_fingerprints
-        if is_whole:
+        is_whole_corpus = corpus.fingerprint not in train_fingerprints
+        if is_whole_corpus:
             split = "0,1,0"
         _, documents, _ = split_corpus(corpus, parse_split(split), order)
         if not has_tokens(corpus, documents):
@@ -114,7 +114,12 @@ class ValidationSet:
                 "expected another --split, or a corpus that the run does not train on"
             )
         return cls(
-            name, corpus, corpus.find_special_tokens(vocabulary.eos_id), documents, split, is_whole
+            name,
+            corpus,
+            corpus.find_special_tokens(vocabulary.eos_id),
+            documents,
+            split,
+            is_whole_corpus,
         )
 
     def describe(self) -> str:
@@ -122,7 +127,7 @@ class ValidationSet:
 
         An example is `web (held-out documents of data/web_text_document)`.
         """
-        part = "all" if self.is_whole else "held-out"
+        part = "all" if self.is_whole_corpus else "held-out"
         return f"{self.name} ({part} documents of {self.corpus.prefix})"
 
     @property

@@ -102,7 +102,7 @@ def run_job(job: PreprocessJob) -> list[Path]:
         remove_new_parents_on_error(partition),
     ):
         corpora = (
-            write_in_partitions(job) if job.settings.uses_work_directory else job.write_whole()
+            write_in_partitions(job) if job.settings.uses_work_directory else job.write_corpora()
         )
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, corpora, strict=True):

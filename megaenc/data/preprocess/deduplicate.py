@@ -32,8 +32,8 @@ _UNSPACED = (
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 _SEED = 1
 _SLICE_DOCUMENTS = 1 << 27  # documents sorted at a time, by ranges of their keys
-_EDGES_AT_ONCE = 1 << 22
-_TOP_BITS = 32
+_PAIRS_AT_ONCE = 1 << 22
+_HIGH_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,11 @@ def find_duplicates(
     """
     parents = np.arange(documents, dtype=np.int64)
     slices = max(1, -(-documents // _SLICE_DOCUMENTS))
-    edges = np.linspace(0, 1 << _TOP_BITS, slices + 1).astype(np.uint64)
+    boundaries = np.linspace(0, 1 << _HIGH_BITS, slices + 1).astype(np.uint64)
     with ProgressLine(label, bands * slices) as progress:
         for step in range(bands * slices):
             band, part = divmod(step, slices)
-            _link_equal_keys(parents, read_band(band), edges[part], edges[part + 1])
+            _link_equal_keys(parents, read_band(band), boundaries[part], boundaries[part + 1])
             progress.update(step + 1)
     duplicates = np.empty(documents, bool)
     for start in range(0, documents, _SLICE_DOCUMENTS):
@@ -181,23 +181,23 @@ def find_duplicates(
 def _select_keys(
     chunks: Iterator[np.ndarray], low: np.uint64, high: np.uint64
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Select the keys whose first word has top bits low..high-1.
+    """Select the keys whose first word has high bits low..high-1.
 
     Returns:
-        uint64[words, n], the keys, and int64[n], the numbers of their documents.
+        uint64[words, n], the keys, and int64[n], the indices of their documents.
     """
     keys = [np.empty((1, 0), np.uint64)]
-    numbers = [np.empty(0, np.int64)]
+    documents = [np.empty(0, np.int64)]
     before = 0
     for chunk in chunks:
-        top = chunk[0] >> np.uint64(64 - _TOP_BITS)
-        places = np.flatnonzero((top >= low) & (top < high))
+        high_bits = chunk[0] >> np.uint64(64 - _HIGH_BITS)
+        places = np.flatnonzero((high_bits >= low) & (high_bits < high))
         keys.append(chunk[:, places])
-        numbers.append(places + before)
+        documents.append(places + before)
         before += chunk.shape[1]
     words = keys[-1].shape[0]
     keys = [chunk_keys for chunk_keys in keys if chunk_keys.shape[0] == words]
-    return np.concatenate(keys, axis=1), np.concatenate(numbers)
+    return np.concatenate(keys, axis=1), np.concatenate(documents)
 
 
 def _link_equal_keys(
@@ -205,9 +205,9 @@ def _link_equal_keys(
 ) -> None:
     """Unite documents with equal keys in the forest `parents`.
 
-    Only the keys that `_select_keys` selects count. Roots are the smallest numbers of their trees.
+    Only the keys that `_select_keys` selects count. Roots are the smallest indices of their trees.
     """
-    keys, numbers = _select_keys(chunks, low, high)
+    keys, documents = _select_keys(chunks, low, high)
     # Numbers ascend within equal keys.
     order = np.lexsort(keys) if len(keys) > 1 else np.argsort(keys[0], kind="stable")
     same = np.ones(max(0, len(order) - 1), bool)
@@ -215,11 +215,11 @@ def _link_equal_keys(
         in_order = word[order]
         same &= in_order[1:] == in_order[:-1]
     del keys, word, in_order
-    numbers = numbers[order]
+    documents = documents[order]
     del order
-    for start in range(0, len(same), _EDGES_AT_ONCE):
-        places = start + np.flatnonzero(same[start : start + _EDGES_AT_ONCE])
-        _unite(parents, numbers[places], numbers[places + 1])
+    for start in range(0, len(same), _PAIRS_AT_ONCE):
+        places = start + np.flatnonzero(same[start : start + _PAIRS_AT_ONCE])
+        _unite(parents, documents[places], documents[places + 1])
 
 
 def _unite(parents: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
@@ -244,13 +244,13 @@ def _unite(parents: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
         parents[roots] = roots[smallest[components]]
 
 
-def _find_roots(parents: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def _find_roots(parents: np.ndarray, documents: np.ndarray) -> np.ndarray:
     """Return the roots of the documents `numbers` in the forest `parents`.
 
     The paths to them are shortened.
     """
-    roots = parents[numbers]
+    roots = parents[documents]
     while (above := parents[roots]).size and (above != roots).any():
         roots = above
-    parents[numbers] = roots
+    parents[documents] = roots
     return roots

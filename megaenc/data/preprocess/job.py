@@ -148,7 +148,7 @@ class PreprocessJob:
         self.inputs.check_unchanged(ranges)
         return counts
 
-    def write_whole(self) -> list[CorpusMetadata]:
+    def write_corpora(self) -> list[CorpusMetadata]:
         """Tokenize the input in one go, write all corpora and return their metadata.
 
         The metadata are in the order of the JSON keys. Errors are those of `tokenize_ranges` and

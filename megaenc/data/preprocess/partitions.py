@@ -81,7 +81,7 @@ def write_missing(
     if not missing:
         return
     sizes = [resolve.measure_ranges(job.inputs, partition)[1] for partition in ranges]
-    left = {number: sizes[number] for number in missing}
+    left = {index: sizes[index] for index in missing}
     with (
         job.start_workers(job.settings.workers) as tokenize,
         ProgressLine("tokenizing", sum(sizes)) as line,
@@ -101,21 +101,21 @@ def write_missing(
 
         while left:
             before = len(left)
-            for number in list(left):
-                claim = directory.acquire(number)
+            for index in list(left):
+                claim = directory.acquire(index)
                 if claim is None:
                     continue
                 with claim:
-                    if not directory.is_complete(number):  # another process may have written it
-                        with directory.new_partition(number) as partition:
+                    if not directory.is_complete(index):  # another process may have written it
+                        with directory.new_partition(index) as partition:
                             partition.counts = job.tokenize_ranges(
                                 tokenize,
                                 partition.writers,
                                 partition.band_keys,
-                                ranges[number],
+                                ranges[index],
                                 report,
                             )
-                del left[number]
+                del left[index]
                 show()
             if len(left) == before:
                 show(description="waiting for partitions of other processes")

@@ -102,7 +102,7 @@ def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
     tokenizer._params.ortho_context = _Orthography(punkt.parameters.ortho_context)
 
     def split(text: str) -> list[str]:
-        edges = [0]
+        boundaries = [0]
         start = 0
         width = _WINDOW
         while start < len(text):
@@ -110,8 +110,8 @@ def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
             # A sentence end near the window's end may be an artefact of the window.
             trusted = len(text) if stop >= len(text) else stop - _CONTEXT
             ends = [start + end for _, end in tokenizer.span_tokenize(text[start:stop])]
-            ends = [end for end in ends if edges[-1] < end < min(trusted, len(text))]
-            edges.extend(ends)
+            ends = [end for end in ends if boundaries[-1] < end < min(trusted, len(text))]
+            boundaries.extend(ends)
             if stop >= len(text):
                 break
             width *= 2
@@ -119,9 +119,9 @@ def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
                 start = ends[-1]
                 width = _WINDOW
         # White space at the end of the text belongs to the last sentence.
-        while len(edges) > 1 and text[edges[-1] :].isspace():
-            edges.pop()
-        return [text[start:end] for start, end in pairwise([*edges, len(text)])]
+        while len(boundaries) > 1 and text[boundaries[-1] :].isspace():
+            boundaries.pop()
+        return [text[start:end] for start, end in pairwise([*boundaries, len(text)])]
 
     return split
 

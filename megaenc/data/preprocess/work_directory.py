@@ -33,7 +33,7 @@ from megaenc.json_files import read_json_object, read_json_or_empty
 from megaenc.output_paths import create_parent_dir
 
 _PLAN = "plan.json"
-_OWN_FILES = re.compile(
+_KNOWN_FILES = re.compile(
     r"plan\.json|merged|(part-\d{5,}|merge)\.claim"
     r"|part-\d{5,}(-.*\.(bin|idx|keys)|\.json)|\..*\.tmp"
 )
@@ -110,16 +110,16 @@ class WorkDirectory:
 
     def missing_partitions(self) -> list[int]:
         """Return the numbers, from 0, of partitions that are not complete."""
-        return [number for number in range(self.count) if not self.is_complete(number)]
+        return [index for index in range(self.count) if not self.is_complete(index)]
 
-    def is_complete(self, number: int) -> bool:
+    def is_complete(self, index: int) -> bool:
         """Return whether a partition is complete.
 
         It has a valid JSON record of this plan, and files of the recorded sizes.
         """
-        return self._read_record(number) is not None
+        return self._read_record(index) is not None
 
-    def acquire(self, number: int | None) -> Claim | None:
+    def acquire(self, index: int | None) -> Claim | None:
         """Return a claim on a partition, or on the merge if `number` is None.
 
         None if a live process holds it.
@@ -129,14 +129,14 @@ class WorkDirectory:
             FileNotFoundError: The directory is gone.
         """
         try:
-            return self._claims.acquire("merge" if number is None else self._name(number))
+            return self._claims.acquire("merge" if index is None else self._name(index))
         except FileNotFoundError:
             raise
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written to: {error.strerror}") from None
 
     @contextlib.contextmanager
-    def new_partition(self, number: int) -> Iterator[Partition]:
+    def new_partition(self, index: int) -> Iterator[Partition]:
         """Yield a partition to fill, whose files appear after the block or not at all.
 
         The record appears last. Files of the same partition are replaced. The caller should hold a
@@ -152,10 +152,10 @@ class WorkDirectory:
                     f"{self.path}: was removed by another process; run the same command again"
                 )
 
-        files = self._files(number)
+        files = self._files(index)
         keys = len(self._keys)
         with (
-            atomic_files(*files, self._record_path(number), before_rename=check) as [
+            atomic_files(*files, self._record_path(index), before_rename=check) as [
                 *temporary,
                 record,
             ],
@@ -196,20 +196,20 @@ class WorkDirectory:
                 f"{self._record_path(missing[0])}: changed after it was written; "
                 "run the same command again"
             )
-        records = [self._read_record(number) for number in range(self.count)]
+        records = [self._read_record(index) for index in range(self.count)]
         keeps = [self._find_kept(place, records) for place in range(len(self._keys))]
         removed = [0] * len(self._keys)
         done = 0
         with ProgressLine(
             "merging the partitions", sum(sum(record["bytes"]) for record in records)
         ) as progress:
-            for number, record in enumerate(records):
-                files = self._files(number)
+            for index, record in enumerate(records):
+                files = self._files(index)
                 for place, (writer, hashes) in enumerate(
                     zip(writers, record["sha256"], strict=True)
                 ):
-                    mask = keeps[place][number]
-                    with self._name_record_in_errors(number):
+                    mask = keeps[place][index]
+                    with self._name_record_in_errors(index):
                         writer.append_corpus(
                             files[place], files[len(writers) + place], hashes, mask
                         )
@@ -259,16 +259,16 @@ class WorkDirectory:
     def _find_kept(
         self, place: int, records: Sequence[dict[str, Any]]
     ) -> Sequence[np.ndarray | None]:
-        """Return for each partition which documents of key number `place` stay.
+        """Return for each partition which documents of key index `place` stay.
 
         Each is bool[documents], or None for all.
         """
         if self._deduplication is None:
             return [None] * len(records)
-        paths = [self._files(number)[2 * len(self._keys) + place] for number in range(self.count)]
-        for number, (path, record) in enumerate(zip(paths, records, strict=True)):
+        paths = [self._files(index)[2 * len(self._keys) + place] for index in range(self.count)]
+        for index, (path, record) in enumerate(zip(paths, records, strict=True)):
             if compute_sha256(path) != record["sha256"][place]["keys"]:
-                with self._name_record_in_errors(number):
+                with self._name_record_in_errors(index):
                     raise InputError(
                         f"{path}: sha256 differs from the recorded one; "
                         "the file has changed since it was written"
@@ -281,40 +281,40 @@ class WorkDirectory:
         )
         return np.split(~duplicates, np.cumsum(sizes)[:-1])
 
-    def _name(self, number: int) -> str:
+    def _name(self, index: int) -> str:
         """Return the name of a partition, with which all of its files begin."""
-        return f"part-{number + 1:05}"
+        return f"part-{index + 1:05}"
 
-    def _files(self, number: int) -> list[Path]:
+    def _files(self, index: int) -> list[Path]:
         """Return the .bin of each key, then each .idx, then with deduplication each .keys."""
         return [
-            self.path / f"{self._name(number)}-{key}.{suffix}"
+            self.path / f"{self._name(index)}-{key}.{suffix}"
             for suffix in self._suffixes
             for key in self._keys
         ]
 
-    def _record_path(self, number: int) -> Path:
-        return self.path / f"{self._name(number)}.json"
+    def _record_path(self, index: int) -> Path:
+        return self.path / f"{self._name(index)}.json"
 
     @contextlib.contextmanager
-    def _name_record_in_errors(self, number: int) -> Iterator[None]:
+    def _name_record_in_errors(self, index: int) -> Iterator[None]:
         """Append to an InputError of the block how to write the partition again."""
         try:
             yield
         except InputError as error:
             raise InputError(
-                f"{error}; remove {self._record_path(number)} and run the same command again"
+                f"{error}; remove {self._record_path(index)} and run the same command again"
             ) from None
 
-    def _read_record(self, number: int) -> dict[str, Any] | None:
+    def _read_record(self, index: int) -> dict[str, Any] | None:
         """Return the record of a partition, or None if it is not valid.
 
         It must exist, belong to this plan and match the sizes of the files.
         """
         try:
-            record = read_json_object(self._record_path(number))
+            record = read_json_object(self._record_path(index))
             is_complete = record["plan"] == self._digest
-            is_complete &= record["bytes"] == [path.stat().st_size for path in self._files(number)]
+            is_complete &= record["bytes"] == [path.stat().st_size for path in self._files(index)]
             is_complete &= [sorted(hashes) for hashes in record["sha256"]] == [
                 list(self._suffixes)
             ] * len(self._keys)
@@ -341,7 +341,7 @@ class WorkDirectory:
             return []
         except OSError as error:
             raise InputError(f"{self.path}: cannot be read: {error.strerror}") from None
-        if foreign := sorted(name for name in names if not _OWN_FILES.fullmatch(name)):
+        if foreign := sorted(name for name in names if not _KNOWN_FILES.fullmatch(name)):
             raise InputError(
                 f"{self.path}: holds `{foreign[0]}`, expected only partitions of a corpus; "
                 "choose another --output-prefix"

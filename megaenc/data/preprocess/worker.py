@@ -64,8 +64,8 @@ class BlockTokenizer:
         """
         documents = block.parse(self.keys, self.skip_bad)
         columns = [
-            self._tokenize_column([texts[at] for texts in documents.texts])
-            for at in range(len(self.keys))
+            self._tokenize_column([texts[column] for texts in documents.texts])
+            for column in range(len(self.keys))
         ]
         tokens, lengths, counts, band_keys = map(list, zip(*columns, strict=True))
         band_keys = [] if self.deduplication is None else band_keys

@@ -42,19 +42,19 @@ class TableBlock(TextBlock):
     def _parse_documents(
         self, keys: Sequence[str]
     ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
-        numbers = count(self.first_row)
+        rows = count(self.first_row)
         for batch in pa.ipc.open_stream(self.data):
             columns = [_read_column(batch.column(key)) for key in keys]
-            for values, number in zip(zip(*columns, strict=True), numbers, strict=False):
+            for values, row in zip(zip(*columns, strict=True), rows, strict=False):
                 try:
                     if not all([type(value) is str for value in values]):
                         values = extract_texts(dict(zip(keys, values, strict=True)), keys)
-                    yield number, values
+                    yield row, values
                 except InputError as error:
-                    yield number, error
+                    yield row, error
 
-    def _describe_location(self, number: int) -> str:
-        return f"{self.name}: row {number}"
+    def _describe_location(self, index: int) -> str:
+        return f"{self.name}: row {index}"
 
 
 class ParquetFile(TextSource):

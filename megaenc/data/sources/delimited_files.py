@@ -46,8 +46,8 @@ class RowBlock(TextBlock):
         """Return the rows; `keys` must be those that the file was opened with."""
         return iter(self.rows)
 
-    def _describe_location(self, number: int) -> str:
-        return f"{self.path}:{number}"
+    def _describe_location(self, index: int) -> str:
+        return f"{self.path}:{index}"
 
 
 class DelimitedFile(TextSource):
@@ -85,16 +85,18 @@ class DelimitedFile(TextSource):
         self.size = self.file_stats[0][1]
         with open_decompressed(path, encoding) as (_, stream):
             first_line = next(iter(_DecodedLines(stream)), "")
-        other = find_other_delimiter(first_line, self._delimiter)
-        if other and set(keys) <= {cell.strip('" \r\n') for cell in first_line.split(other)}:
+        other_delimiter = find_other_delimiter(first_line, self._delimiter)
+        if other_delimiter and set(keys) <= {
+            cell.strip('" \r\n') for cell in first_line.split(other_delimiter)
+        }:
             raise InputError(
-                f"{path}:1: found {other!r} between columns, expected {self._delimiter!r}; "
-                "set --delimiter"
+                f"{path}:1: found {other_delimiter!r} between columns, "
+                f"expected {self._delimiter!r}; set --delimiter"
             )
         with open_decompressed(path, encoding) as (_, stream):
-            number, header = next(self._read_records(_DecodedLines(stream)), (1, list(keys)))
+            line_number, header = next(self._read_records(_DecodedLines(stream)), (1, list(keys)))
         if isinstance(header, InputError):
-            raise InputError(f"{path}:{number}: {header}")
+            raise InputError(f"{path}:{line_number}: {header}")
         check_columns(path, header, keys)
         self._header = header
         self._columns = [header.index(key) for key in keys]
@@ -119,14 +121,14 @@ class DelimitedFile(TextSource):
             records = self._read_records(lines)
             next(records, None)  # the header
             rows = []
-            for number, cells in records:
+            for line_number, cells in records:
                 if isinstance(cells, InputError):
                     texts = cells
                 elif len(cells) != len(self._header):
                     texts = InputError(format_cell_count(cells, self._header))
                 else:
                     texts = tuple([cells[column] for column in self._columns])
-                rows.append((number, texts))
+                rows.append((line_number, texts))
                 if lines.size >= text_files.LINES_BYTES:
                     yield RowBlock(self.name, rows, lines.size, before + raw.tell())
                     rows = []
@@ -144,9 +146,9 @@ class DelimitedFile(TextSource):
             if self._is_csv
             else split_tsv(lines, self._delimiter)
         )
-        for number, cells in records:
+        for line_number, cells in records:
             if lines.error is None:
-                yield number, cells
+                yield line_number, cells
             else:
                 yield lines.error
                 lines.error = None
@@ -165,7 +167,7 @@ def find_other_delimiter(header: str, delimiter: str) -> str | None:
     """
     if delimiter in header:
         return None
-    return next((other for other in ";\t,|" if other in header), None)
+    return next((candidate for candidate in ";\t,|" if candidate in header), None)
 
 
 def split_csv(
@@ -201,10 +203,10 @@ def split_tsv(lines: Iterable[str], delimiter: str = "\t") -> Iterator[tuple[int
 
     Lines count from 1. There is no quoting, as in GLUE's files; empty lines are left out.
     """
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         content = line.removesuffix("\n").removesuffix("\r")
         if content:
-            yield number, content.split(delimiter)
+            yield line_number, content.split(delimiter)
 
 
 def format_cell_count(cells: Sequence[str], header: Sequence[str]) -> str:
@@ -225,12 +227,12 @@ class _DecodedLines:
 
     def __iter__(self) -> Iterator[str]:
         encoding = "utf-8-sig"
-        for number, line in enumerate(self._stream, 1):
+        for line_number, line in enumerate(self._stream, 1):
             self.size += len(line)
             try:
                 text = decode_utf8(line, encoding)
             except InputError as error:
-                self.error = self.error or (number, error)
+                self.error = self.error or (line_number, error)
                 text = line.decode(encoding, "replace")
             yield text
             encoding = "utf-8"

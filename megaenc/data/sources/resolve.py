@@ -259,7 +259,7 @@ def read_texts(inputs: ResolvedInputs, key: str) -> Iterator[str]:
 
 def full_ranges(inputs: ResolvedInputs) -> list[DocumentRange]:
     """Return one DocumentRange per source, in order, that covers all its documents."""
-    return [DocumentRange(number, 0, source.end) for number, source in enumerate(inputs.sources)]
+    return [DocumentRange(index, 0, source.end) for index, source in enumerate(inputs.sources)]
 
 
 def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRange]]:
@@ -268,17 +268,19 @@ def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRa
     They are in order, of similar size in bytes on disk, and together hold all documents.
     """
     ends = list(accumulate(source.size for source in inputs.sources))
-    edges = [(0, 0)]
-    for number in range(1, count) if inputs.size else ():
-        target = inputs.size * number // count
-        at = bisect.bisect_right(ends, target)
-        source = inputs.sources[at]
-        split_point = source.find_split_point(target - (ends[at] - source.size))
-        edges.append((at, split_point) if split_point < source.end else (at + 1, 0))
-    edges.append((len(inputs.sources), 0))
+    boundaries = [(0, 0)]
+    for partition in range(1, count) if inputs.size else ():
+        target = inputs.size * partition // count
+        index = bisect.bisect_right(ends, target)
+        source = inputs.sources[index]
+        split_point = source.find_split_point(target - (ends[index] - source.size))
+        boundaries.append((index, split_point) if split_point < source.end else (index + 1, 0))
+    boundaries.append((len(inputs.sources), 0))
     parts = []
-    for (first, start), (last, stop) in pairwise(edges):
-        ranges = [DocumentRange(at, 0, inputs.sources[at].end) for at in range(first, last)]
+    for (first, start), (last, stop) in pairwise(boundaries):
+        ranges = [
+            DocumentRange(index, 0, inputs.sources[index].end) for index in range(first, last)
+        ]
         if ranges:
             ranges[0] = DocumentRange(first, start, ranges[0].stop)
         if stop:
@@ -295,9 +297,9 @@ def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> t
     """
     before = [0, *accumulate(source.size for source in inputs.sources)]
 
-    def measure(number: int, split_point: int) -> float:
-        source = inputs.sources[number]
-        return before[number] + source.size * split_point / max(source.end, 1)
+    def measure(index: int, split_point: int) -> float:
+        source = inputs.sources[index]
+        return before[index] + source.size * split_point / max(source.end, 1)
 
     start = measure(ranges[0].source, ranges[0].start)
     return start, measure(ranges[-1].source, ranges[-1].stop) - start

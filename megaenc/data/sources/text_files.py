@@ -77,13 +77,13 @@ class TextBlock(ABC):
         """
         texts = []
         skipped = 0
-        for number, document in self._parse_documents(keys):
+        for index, document in self._parse_documents(keys):
             if not isinstance(document, InputError):
                 texts.append(document)
             elif skip_bad:
                 skipped += 1
             else:
-                raise InputError(f"{self._describe_location(number)}: {document}")
+                raise InputError(f"{self._describe_location(index)}: {document}")
         return ParsedDocuments(texts, skipped)
 
     @abstractmethod
@@ -93,7 +93,7 @@ class TextBlock(ABC):
         """Yield the number of each document with its texts under `keys` or its error."""
 
     @abstractmethod
-    def _describe_location(self, number: int) -> str:
+    def _describe_location(self, index: int) -> str:
         """Return the file and line of a document, for an error message."""
 
 
@@ -114,18 +114,23 @@ class LineBlock(TextBlock):
     def _parse_documents(
         self, keys: Sequence[str]
     ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
-        for number, line in self._split():
+        for line_number, line in self._split():
             if self.sample_by is None and (texts := _parse_json_fast(line, keys)) is not None:
-                yield number, texts
+                yield line_number, texts
             elif line and not line.isspace():
                 try:
                     if self.sample_by is None:
-                        yield number, _parse_json(line, keys)
+                        yield line_number, _parse_json(line, keys)
                     else:
-                        encoding = "utf-8-sig" if number == 1 and not self.range_start else UTF8
-                        yield number, (decode_utf8(line.removesuffix(b"\r"), encoding),) * len(keys)
+                        encoding = (
+                            "utf-8-sig" if line_number == 1 and not self.range_start else UTF8
+                        )
+                        yield (
+                            line_number,
+                            (decode_utf8(line.removesuffix(b"\r"), encoding),) * len(keys),
+                        )
                 except InputError as error:
-                    yield number, error
+                    yield line_number, error
 
     def _split(self) -> Iterator[tuple[int, bytes]]:
         """Return the number and bytes of each line or paragraph.
@@ -145,8 +150,8 @@ class LineBlock(TextBlock):
         )
         return ((group[0][0], b"\n".join(line for _, line in group)) for group in paragraphs)
 
-    def _describe_location(self, number: int) -> str:
-        return f"{self.path}:{number + _count_lines_before(self.path, self.range_start)}"
+    def _describe_location(self, index: int) -> str:
+        return f"{self.path}:{index + _count_lines_before(self.path, self.range_start)}"
 
 
 @dataclass(frozen=True)
@@ -179,15 +184,15 @@ class FileBlock(TextBlock):
     def _parse_documents(
         self, keys: Sequence[str]
     ) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
-        for number, content in enumerate(self._contents):
+        for index, content in enumerate(self._contents):
             try:
                 # Unchanged except for a byte order mark.
-                yield number, (decode_utf8(content),) * len(keys)
+                yield index, (decode_utf8(content),) * len(keys)
             except InputError as error:
-                yield number, error
+                yield index, error
 
-    def _describe_location(self, number: int) -> str:
-        return self.paths[number]
+    def _describe_location(self, index: int) -> str:
+        return self.paths[index]
 
 
 @contextlib.contextmanager

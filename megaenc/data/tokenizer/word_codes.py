@@ -46,19 +46,19 @@ def compute_word_codes(backend: Tokenizer, size: int) -> bytes:
     if pre_tokenizer is not None and b'"ByteLevel"' in pre_tokenizer.__getstate__():
         byte_of = _byte_alphabet()
         splits = lru_cache(maxsize=None)(lambda text: _ask_pre_tokenizer(pre_tokenizer, text))
-        for token, number in vocab.items():
+        for token, token_id in vocab.items():
             if {*token} <= byte_of.keys():
-                codes[number] = _code_bytes(bytes(map(byte_of.__getitem__, token)), splits)
+                codes[token_id] = _code_bytes(bytes(map(byte_of.__getitem__, token)), splits)
     elif prefix:
-        for token, number in vocab.items():
-            codes[number] = (0 if token.startswith(prefix) else _ALWAYS) | TokenEnd.LETTER << 8
+        for token, token_id in vocab.items():
+            codes[token_id] = (0 if token.startswith(prefix) else _ALWAYS) | TokenEnd.LETTER << 8
     elif any(token.startswith("▁") for token in vocab):
-        for token, number in vocab.items():
-            codes[number] = _code_piece(token)
+        for token, token_id in vocab.items():
+            codes[token_id] = _code_piece(token)
     else:
         return b""
-    for number in backend.get_added_tokens_decoder():
-        codes[number] = _BREAK
+    for token_id in backend.get_added_tokens_decoder():
+        codes[token_id] = _BREAK
     return codes.tobytes()
 
 
@@ -129,7 +129,7 @@ def _byte_alphabet() -> dict[str, int]:
     Printable ones of Latin-1 stand for themselves, others begin at 256.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
+        chr(256 + place): byte for place, byte in enumerate(unprintable)
     }

@@ -128,7 +128,7 @@ def test_a_corpus_leaves_after_its_last_pack():
         InputError, match="--blend-max-epochs: it ends all corpora after 46 packs, found pack 47"
     ):
         packs[46]
-    later = packs.starting_at(100, [4, 10])
+    later = packs.continue_from(100, [4, 10])
     assert (
         later.samples == 2 + 30
         and later.next_packs(100) == [4, 10]

@@ -74,7 +74,7 @@ def walk(corpus, blocks, seed, epoch, per_group):
     """
     lengths = corpus.document_lengths
     with_text = []
-    for number in blocks.numbers:
+    for number in blocks.indices:
         block = range(number * blocks.size, min((number + 1) * blocks.size, len(lengths)))
         with_text.append([document for document in block if lengths[document]])
     with_text = [block for block in with_text if block]
@@ -132,7 +132,7 @@ def test_packs_of_blocks(prefix, small_groups, packing):
     ]
     edges = corpus.block_offsets(4)
     expected = np.concatenate(
-        [np.arange(edges[number], edges[number + 1]) for number in blocks.numbers]
+        [np.arange(edges[number], edges[number + 1]) for number in blocks.indices]
     )
     tokens, counts = np.unique([tokens for _, tokens, _ in read], return_counts=True)
     assert (
@@ -161,12 +161,12 @@ def test_a_corpus_has_at_most_half_a_million_blocks():
 
 def test_a_split_by_blocks_holds_every_document_once(prefix, small_groups):
     parts = builder.split_corpus(Corpus.open(prefix), (70, 20, 10), "blocks")
-    assert {part.size for part in parts} == {8} and [len(part.numbers) for part in parts] == [
+    assert {part.size for part in parts} == {8} and [len(part.indices) for part in parts] == [
         18,
         5,
         3,
     ]
-    assert sorted(np.concatenate([part.numbers for part in parts])) == list(range(26))
+    assert sorted(np.concatenate([part.indices for part in parts])) == list(range(26))
     data = open_data(prefix, order="blocks")
     [train] = data.train_datasets
     [held_out] = data.held_out.datasets

@@ -53,7 +53,7 @@ def test_one_corpus_is_a_blend_of_one(corpora):
 
 def test_a_blend_keeps_to_its_weights_and_says_how_often_each_corpus_is_read(corpora):
     data = open_data("0.25", corpora[0], "0.75", corpora[1])
-    assert data.shares == (Fraction(1, 4), Fraction(3, 4))
+    assert data.fractions == (Fraction(1, 4), Fraction(3, 4))
     rows = data.corpus_usage(1000)
     assert [(row.prefix, row.packs) for row in rows] == [(corpora[0], 250), (corpora[1], 750)]
     # 250 packs of 32 tokens out of 80 documents of 9; 750 out of 40 of 40.
@@ -61,7 +61,7 @@ def test_a_blend_keeps_to_its_weights_and_says_how_often_each_corpus_is_read(cor
         pytest.approx(250 * 32 / 720, rel=0.01),
         pytest.approx(750 * 32 / 1600, rel=0.01),
     ]
-    assert open_data(corpora[0], corpora[1]).shares == (
+    assert open_data(corpora[0], corpora[1]).fractions == (
         Fraction(720, 2320),
         Fraction(1600, 2320),
     )  # by size
@@ -94,9 +94,9 @@ def test_a_group_has_its_weight_and_its_corpora_their_tempered_shares(corpora, t
     pattern = str(tmp_path / "[ab]")
     data = open_data("0.6", pattern, "0.4", corpora[2], temperature=0.5)
     roots = np.sqrt([720, 1600])
-    assert np.allclose(list(map(float, data.shares)), [*(0.6 * roots / roots.sum()), 0.4])
+    assert np.allclose(list(map(float, data.fractions)), [*(0.6 * roots / roots.sum()), 0.4])
     packs = np.array([row.packs for row in data.corpus_usage(1000)])
-    assert np.abs(packs - 1000 * np.array(data.shares, float)).max() < 2
+    assert np.abs(packs - 1000 * np.array(data.fractions, float)).max() < 2
     assert data.train.sources == data.held_out.sources == (pattern, pattern, corpora[2])
     held_out = data.held_out
     assert held_out.samples == sum(part.samples_before_repeat for part in held_out.datasets)

@@ -117,7 +117,7 @@ def test_the_first_of_given_packs_is_located(order):
 
 
 def test_corpora_that_have_ended_before_a_phase_are_not_in_it():
-    order = DueOrder([Fraction(1), Fraction(1)], np.array([10, 20])).starting_at(np.array([12, 5]))
+    order = DueOrder([Fraction(1), Fraction(1)], np.array([10, 20])).skip_packs(np.array([12, 5]))
     assert order.samples == 15 and [order.locate(sample) for sample in range(15)] == [
         (1, number) for number in range(15)
     ]

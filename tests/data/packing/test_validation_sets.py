@@ -60,7 +60,7 @@ def test_a_corpus_is_opened_once_and_has_the_documents_of_a_split_that_gives_all
     monkeypatch.setattr("megaenc.data.packing.builder.MOST_SHUFFLED", 8)
     blocks = open_set(prefix, order="blocks").documents
     expected = split_corpus(whole.corpus, (0, 1, 0), "blocks")[1]
-    assert blocks.size == expected.size and np.array_equal(blocks.numbers, expected.numbers)
+    assert blocks.size == expected.size and np.array_equal(blocks.indices, expected.indices)
 
 
 def test_of_a_corpus_that_is_trained_on_only_held_out_documents_are_used(prefix):

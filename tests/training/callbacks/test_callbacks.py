@@ -16,7 +16,7 @@ def stop_at_loss(monkeypatch):
     monkeypatch.syspath_prepend(runs.ROOT / "examples" / "callback_plugin")
     from stop_at_loss import StopAtLoss
 
-    monkeypatch.setitem(CALLBACKS._own, "stop_at_loss", StopAtLoss)
+    monkeypatch.setitem(CALLBACKS._registered, "stop_at_loss", StopAtLoss)
 
 
 class Recorder(Callback):
@@ -63,7 +63,7 @@ class Recorder(Callback):
 
 
 def test_all_hooks_are_called_in_order(short_run, tmp_path, monkeypatch):
-    monkeypatch.setitem(CALLBACKS._own, "recorder", Recorder)
+    monkeypatch.setitem(CALLBACKS._registered, "recorder", Recorder)
     monkeypatch.setattr(Recorder, "calls", [])
     flags = [
         *short_run,
