@@ -88,7 +88,7 @@ def build_rank_variables(count: int) -> list[dict[str, str]]:
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def exit_without_restart(code: int) -> None:
+def forbid_restart(code: int) -> None:
     """Record `code`, with which workers that torchrun starts after a failure exit.
 
     This process does not exit. With `--max-restarts`, torchrun would restart a run that was asked
@@ -109,7 +109,7 @@ def exit_without_restart(code: int) -> None:
 def exit_if_restart_forbidden() -> None:
     """Exit with the code that a worker of an earlier attempt recorded, if one did.
 
-    See `exit_without_restart`. Call it first in a run: it withdraws what an earlier run in this
+    See `forbid_restart`. Call it first in a run: it withdraws what an earlier run in this
     attempt, by the same program, has left.
     """
     attempt = _attempt_directory()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from megaenc.console import discard_output, escape_unprintable, truncate_text
-from megaenc.dist_env import exit_without_restart, get_local_rank, get_rank, is_torchrun_worker
+from megaenc.dist_env import forbid_restart, get_local_rank, get_rank, is_torchrun_worker
 
 _REPORT_SECONDS = 3.0
 _MAX_LENGTH = 4000  # characters of an error, which may quote a file of one line
@@ -134,7 +134,7 @@ def _report_input_error(error: InputError) -> None:
     elif is_torchrun_worker():
         time.sleep(_REPORT_SECONDS)  # torchrun kills the other ranks when the first one exits
     if get_local_rank() == 0 or isinstance(error, LocalInputError):
-        exit_without_restart(2)
+        forbid_restart(2)
 
 
 def _print_error(text: str) -> None:

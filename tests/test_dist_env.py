@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaenc.dist_env import EXIT_CODE_FILE, exit_if_restart_forbidden, exit_without_restart
+from megaenc.dist_env import EXIT_CODE_FILE, exit_if_restart_forbidden, forbid_restart
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def worker(tmp_path, monkeypatch):
 def test_later_attempts_of_one_launch_leave_with_the_code_that_was_left(worker):
     worker("one", 0)
     exit_if_restart_forbidden()
-    exit_without_restart(75)
+    forbid_restart(75)
     worker("one", 1)
     with pytest.raises(SystemExit) as stop:
         exit_if_restart_forbidden()
@@ -31,7 +31,7 @@ def test_later_attempts_of_one_launch_leave_with_the_code_that_was_left(worker):
 
 def test_a_second_run_of_a_program_withdraws_what_the_first_has_left(worker):
     worker("one", 0)
-    exit_without_restart(0)
+    forbid_restart(0)
     exit_if_restart_forbidden()  # begins the second, which crashes
     worker("one", 1)
     exit_if_restart_forbidden()
@@ -45,7 +45,7 @@ def test_without_a_directory_of_torchrun_nothing_is_left_or_found(
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     if error_file:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
-    exit_without_restart(2)
+    forbid_restart(2)
     exit_if_restart_forbidden()
     assert not list(tmp_path.iterdir())
 
@@ -55,5 +55,5 @@ def test_the_code_is_recorded_where_the_caller_of_torchrun_asks_for_it(
 ):
     worker("one", 0)
     monkeypatch.setenv(EXIT_CODE_FILE, str(tmp_path / "code"))
-    exit_without_restart(75)
+    forbid_restart(75)
     assert (tmp_path / "code").read_text() == "75\n"

@@ -26,7 +26,7 @@ from megaenc.console import ProgressLine, print_rank_0, silence_libraries
 from megaenc.dist_env import (
     die_with_launcher,
     exit_if_restart_forbidden,
-    exit_without_restart,
+    forbid_restart,
     get_local_rank,
     get_rank,
     get_world_size,
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except OSError as error:
             raise InputError(f"--json {config.json}: cannot be written: {error.strerror}") from None
     if any(finding.level == "problem" for finding in merged):
-        exit_without_restart(1)
+        forbid_restart(1)
         sys.exit(1)
 
 

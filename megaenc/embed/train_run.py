@@ -16,7 +16,7 @@ from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path, 
 from megaenc.backend.device import Backend, detect_backend
 from megaenc.backend.initialize import init_process_group, retain_freed_memory
 from megaenc.console import ProgressLine, format_duration, print_rank_0
-from megaenc.dist_env import exit_without_restart, get_rank, get_world_size
+from megaenc.dist_env import forbid_restart, get_rank, get_world_size
 from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
 from megaenc.embed.contrastive import ContrastiveData
 from megaenc.embed.embedder import (
@@ -216,7 +216,7 @@ def _train(
                 file=sys.stderr,
                 flush=True,
             )
-        exit_without_restart(1)
+        forbid_restart(1)
         sys.exit(1)
     trainer.finish()
     return progress

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaenc.console import silence_libraries
-from megaenc.dist_env import die_with_launcher, exit_if_restart_forbidden, exit_without_restart
+from megaenc.dist_env import die_with_launcher, exit_if_restart_forbidden, forbid_restart
 from megaenc.errors import InputError, LocalInputError, handle_command_errors
 
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         raise
     code = 0 if complete else EXIT_STOPPED
     # On every node before any rank exits, because an exit makes torchrun restart the others.
-    call_on_all(lambda: exit_without_restart(code))
+    call_on_all(lambda: forbid_restart(code))
     backend.destroy_distributed()
     if code:
         sys.exit(code)

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megaenc import flags
 from megaenc.backend.reductions import broadcast_object, gather_lowest, is_same_on_all_ranks
-from megaenc.dist_env import exit_without_restart, get_rank, store_poll_interval
+from megaenc.dist_env import forbid_restart, get_rank, store_poll_interval
 from megaenc.errors import InputError, LocalInputError
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
@@ -157,7 +157,7 @@ def _exit_after_error(store: dist.Store, has_ended: threading.Event, poll_second
                 continue
             try:
                 if store.check([_INPUT_ERROR_KEY]):
-                    exit_without_restart(2)
+                    forbid_restart(2)
                 deadline = time.monotonic() + 20  # a launcher kills all ranks when the first exits
                 while time.monotonic() < deadline and not store.check([_REPORTED_KEY]):
                     time.sleep(poll_seconds)
