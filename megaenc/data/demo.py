@@ -92,9 +92,10 @@ _MARKUP = (
 
 @dataclass(frozen=True)
 class DemoPaths:
-    """Paths of a demo corpus, its held-out text, tokenizer and preprocessed corpus.
+    """Paths of a demo: training and held-out text, tokenizer and corpus.
 
-    The two JSONL files share no paragraph.
+    `corpus` and `heldout` are JSONL files that share no paragraph, `tokenizer` is a directory, and
+    `data_prefix` is the preprocessed corpus for --data-path.
     """
 
     corpus: Path
@@ -214,10 +215,10 @@ def find_demo_corpus(directory: Path) -> DemoPaths | None:
 
 
 def read_demo_documents(directory: Path) -> Iterable[tuple[str, str]]:
-    """Return (id, text) of the demo documents that are not held out.
+    """Return (id, text) of the demo documents that are not held out, in order.
 
     They are a list from `directory`, or an iterator that reads the installed packages if it has no
-    valid corpus.
+    valid corpus. Nothing is written.
     """
     with contextlib.suppress(InputError):  # foreign files
         if built := find_demo_corpus(directory):
@@ -242,10 +243,10 @@ def is_held_out(document_id: str) -> bool:
 def find_demo_parts(
     prefixes: Iterable[str], directory: str | Path = "demo"
 ) -> tuple[str, ...] | None:
-    """Return those of PARTS that `prefixes`, or patterns of prefixes, name, sorted.
+    """Return the parts of the demo (PARTS) that `prefixes`, or patterns of them, name.
 
-    The whole corpus is no part. None if one of them names no corpus of the demo in `directory`,
-    where the files may be missing.
+    They are sorted; the prefix of the whole corpus adds none. None if one of `prefixes` names no
+    corpus of the demo in `directory`. The files may be missing.
     """
     demo = DemoPaths.in_directory(Path(directory))
     parts = {demo.data_prefix: "", **{demo.part_prefix(part): part for part in PARTS}}
@@ -387,7 +388,10 @@ def map_source_files(
 ) -> Iterator[Any]:
     """Yield `read(source)` for each of `sources`, in order, with a progress line.
 
-    There is one process per core, to which `read` is pickled; `label` names the progress.
+    Args:
+        read: Function that pickles, called in one process per core.
+        sources: (document id, path) of each file.
+        label: Name of the progress line.
     """
     with (
         start_pool(read, usable_core_count()) as read_all,
@@ -414,7 +418,7 @@ def _read_paragraphs(source: tuple[str, str]) -> list[tuple[str, str]]:
 def find_long_strings(source: str) -> list[tuple[int, str]]:
     """Return (line, text) of each string literal of 60 characters or more, sorted.
 
-    `source` is Python code, and lines count from 1. The list is empty if it is not valid.
+    `source` is Python code, and lines count from 1. The list is empty if it is not valid code.
     """
     try:
         constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
@@ -503,7 +507,10 @@ def similarity_key(paragraph: str) -> str:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc demo`: write the demo corpus into --output unless it exists."""
+    """Run `megaenc demo`: write the demo corpus into --output unless it exists.
+
+    `argv` are the flags; None: those of this process.
+    """
     silence_libraries()
     settings = flags.parse(DemoConfig, argv, prog="megaenc demo", description=__doc__)
     with exit_on_sigterm():

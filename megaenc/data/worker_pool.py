@@ -60,6 +60,7 @@ class WorkerProcess(ChildProcess):
         `work` must not be defined in `__main__`, because the process imports it by its module.
 
         Args:
+            work: Function of one item, called in the process.
             environment: All environment variables of the process.
             output: File of stdout and stderr; None: those of this process.
         """
@@ -74,9 +75,10 @@ class WorkerProcess(ChildProcess):
         self._thread.submit(self._connection.send_bytes, pickled_work)
 
     def submit(self, item: Any) -> Future:
-        """Return a future for `work(item)`, which may also raise WorkerProcessDied.
+        """Return a future for `work(item)`; exceptions of the call are the future's.
 
-        The call does not wait; items wait in a queue without limit.
+        These include WorkerProcessDied. The call does not wait; items wait in a queue without
+        limit.
         """
         return self._thread.submit(self._call, item)
 
@@ -144,7 +146,7 @@ def start_workers(
     environment: Mapping[str, str],
     output: IO | int | None = None,
 ) -> Iterator[list[WorkerProcess]]:
-    """Start `count` worker processes, which are killed at the end of the block.
+    """Yield a list of `count` new worker processes, killed at the end of the block.
 
     The arguments are those of WorkerProcess.
     """
@@ -161,13 +163,14 @@ def start_workers(
 def start_pool(
     work: Callable[[Any], Any], count: int, *, threads: bool = False
 ) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
-    """Start `count` worker processes or threads, until the end of the block.
+    """Start `count` worker processes or threads that call `work`, for a block.
 
-    Threads are for work that mostly releases the GIL.
+    Threads are for work that mostly releases the GIL. Functions and items for processes are
+    restricted as in WorkerProcess.
 
     Yields:
-        A function that returns an iterator over `work(item)` in the order of the items, which
-        raises what `work` raises. At most two items per worker are in flight.
+        A function that takes an iterable of items and returns an iterator over `work(item)` in
+        their order, which raises what `work` raises. At most two items per worker are in flight.
 
     Raises:
         WorkerProcessDied: A process ended before it was done.

@@ -63,8 +63,9 @@ class TensorHeader(NamedTuple):
 class HFCheckpoint:
     """Hugging Face model directory with its config and the headers of its weights.
 
-    `config` is the content of config.json without the fields about loading; `headers` has a
-    TensorHeader by weight. Pickles are never read.
+    `config` is the content of config.json without the fields about loading; `headers` has the
+    TensorHeader of each weight by its name in the files. Weights are read only in `slices`. Pickles
+    are never read.
     """
 
     def __init__(self, path: Path, flag: str = "--input"):
@@ -110,7 +111,10 @@ class HFCheckpoint:
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[dict[str, Any]]:
-        """Yield the safetensors slice of each weight by name, readable within the block."""
+        """Yield the safetensors slice (lazy tensor) of each weight by name, for a block.
+
+        Names are those in the files. `slice[:]` reads the weight as a torch tensor on the CPU.
+        """
         with contextlib.ExitStack() as stack:
             opened = {
                 file: stack.enter_context(_open_safetensors(file, "pt")) for file in self.files
@@ -165,7 +169,7 @@ class TrainableHFCheckpoint(HFCheckpoint):
         """Check that the directory has the `expected` weights and no others.
 
         Args:
-            expected: Shapes of the weights.
+            expected: Shape of each weight by name, as in `shapes`.
             optional: Names of other weights that the directory may have.
 
         Raises:
@@ -189,9 +193,9 @@ class TrainableHFCheckpoint(HFCheckpoint):
                 )
 
     def tensor(self, name: str) -> "Tensor":
-        """Read the weight `name` from its file, in its stored dtype.
+        """Return the weight `name` on the CPU, in its stored dtype.
 
-        The file is closed again to free its pages.
+        Names are those of `shapes`. The file is closed again to free its pages.
 
         Raises:
             InputError: A number is NaN or infinite.
@@ -205,7 +209,8 @@ class TrainableHFCheckpoint(HFCheckpoint):
     def iter_row_chunks(self, name: str, rows: int) -> "Iterator[Tensor]":
         """Yield the weight `name`, in its stored dtype, as tensors of `rows` rows.
 
-        The last one may have fewer.
+        Names are those of `shapes`. The tensors are on the CPU, and the last one may have fewer
+        rows.
 
         Raises:
             InputError: A number is NaN or infinite.
@@ -219,7 +224,11 @@ class TrainableHFCheckpoint(HFCheckpoint):
 
 
 def check_finite(tensor: "Tensor", name: str, file: Path) -> None:
-    """Raise InputError, naming `file` and tensor, if a weight is NaN or infinite."""
+    """Raise InputError if a weight has a NaN or an infinite number.
+
+    Args:
+        name: Name of the weight in `file`; the error has both.
+    """
     if not tensor.numel():
         return
     # Both are NaN if one number is. `isfinite` allocates copies and is a hundred times slower.
@@ -333,10 +342,14 @@ def shorten_repr(value: Any) -> str:
 
 
 def check_positive(value: Any, name: str, where: str) -> float:
-    """Return `value` as a float.
+    """Return `value`, a finite number above 0, as a float.
+
+    Args:
+        name: Field of the value, for errors.
+        where: File of the field, for errors.
 
     Raises:
-        InputError: It is no finite number above 0; the message names file and field.
+        InputError: It is no finite number above 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InputError(

@@ -48,11 +48,11 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
 
     Args:
         values: The fields.
-        model_type: A key of CONFIG_MAPPING.
+        model_type: A key of transformers' CONFIG_MAPPING, or neobert.
         where: Beginning of errors.
 
     Raises:
-        InputError: A field is invalid.
+        InputError: A field is invalid, or the weights are quantized.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -89,7 +89,7 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
 
 
 def register_neobert(model_type: Any) -> None:
-    """Register NeoBERT, which transformers lacks, if `model_type` is neobert."""
+    """Register NeoBERT with transformers, which lacks it, if `model_type` is neobert."""
     if model_type == "neobert":
         import megaenc.hf.neobert_model  # noqa: F401
 
@@ -97,7 +97,7 @@ def register_neobert(model_type: Any) -> None:
 def find_model_class(architecture: str) -> Any:
     """Return the model class that config.json calls `architecture`, None if unknown.
 
-    It is transformers' or, for a name that begins with NeoBERT, our own.
+    It is transformers' or, for a name that begins with NeoBERT, that of this package.
     """
     import transformers
 
@@ -109,14 +109,14 @@ def find_model_class(architecture: str) -> Any:
 
 
 def find_base_class(config: Any) -> Any:
-    """Return the class of a model of `config` without output layer."""
+    """Return transformers' model class of a config object, without output layer."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     return MODEL_MAPPING[type(config)]
 
 
 def is_causal_decoder(config: Any) -> bool:
-    """Return whether transformers' decoder of `config` is causal.
+    """Return whether transformers' decoder of a config object is causal.
 
     A field of config.json can make it bidirectional. For an encoder's config the result means
     nothing.
@@ -162,7 +162,8 @@ def load_hf_config(directory: HFCheckpoint) -> Any:
 def find_position_offset(model: Any) -> int:
     """Return the first position of a text in the model's table of positions.
 
-    It is above 0 in RoBERTa's, else 0.
+    `model` is transformers'. The result is above 0 in RoBERTa's, else 0, also for a model without a
+    table.
     """
     from torch import nn
 
@@ -178,8 +179,11 @@ def load_masked_lm(directory: HFCheckpoint, config: Any) -> Any:
 
     It is in eval mode. A decoder with bidirectional attention (`is_causal_decoder`) is accepted.
 
+    Args:
+        config: Config object, as `load_hf_config` returns it.
+
     Raises:
-        InputError: It is another model.
+        InputError: It is another model, or `load_model` refuses it.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -214,10 +218,11 @@ def load_model(
 ) -> tuple[Any, dict[str, Any]]:
     """Load the weights of a directory into a model of class `kind`, in float32.
 
-    The model is in eval mode. Weights that are missing or left over are no error: the report lists
-    them.
+    The model is on the CPU, in eval mode. Weights that are missing or left over are no error: the
+    report lists them.
 
     Args:
+        config: Config object, as `load_hf_config` returns it; not changed.
         kind: Transformers' class.
         expected: Description of the model for errors.
         options: Options of the class.
@@ -311,7 +316,8 @@ def _find_stored(directory: HFCheckpoint, model: Any, name: str) -> tuple[Path, 
 def save_hf_config(config: Any, directory: Path) -> None:
     """Write config.json to `directory`, with the fields that older versions read.
 
-    Versions before 5 ignore `rope_parameters` and silently compute with their own defaults instead.
+    `config` is transformers' object. transformers before 5 ignores `rope_parameters` and silently
+    computes with its own defaults instead.
     """
     config.save_pretrained(directory)
     values = read_json_object(directory / CONFIG)
@@ -324,7 +330,7 @@ def save_hf_config(config: Any, directory: Path) -> None:
 def save_hf_model(model: Any, directory: Path) -> None:
     """Write the transformers `model` to `directory`, its config by `save_hf_config`.
 
-    All files have the mode of the process.
+    The directory is created. All files have the permissions that the umask gives.
     """
     model.save_pretrained(directory)
     save_hf_config(model.config, directory)
@@ -333,11 +339,11 @@ def save_hf_model(model: Any, directory: Path) -> None:
 
 
 def find_lowest_version(config: Any) -> str:
-    """Return the lowest version of transformers that gives a model's numbers.
+    """Return the lowest version of transformers that gives a model's numbers, as text.
 
-    Empty if it is unknown. Tested are 4.57 and 5.3: 4.57 has no EuroBERT, ignores `is_causal`,
-    knows ModernBERT's layers only in its own order, and gives the local layers of its decoder the
-    rotary base of the global ones.
+    Empty if it is unknown. `config` is transformers' config object. Tested are 4.57 and 5.3: 4.57
+    has no EuroBERT, ignores `is_causal`, knows ModernBERT's layers only in its own order, and gives
+    the local layers of its decoder the rotary base of the global ones.
     """
     kind = config.model_type
     if kind == "eurobert" or (kind in _OLD_MODELS and getattr(config, "is_causal", None) is False):

@@ -28,9 +28,9 @@ _MULTIPLE = 8
 
 
 def inner_size(intermediate_size: int) -> int:
-    """Return the width inside the MLP: two thirds of `intermediate_size`, rounded up.
+    """Return the width inside the MLP for config.json's `intermediate_size`.
 
-    Two thirds, as of SwiGLU's two matrices, up to a multiple of 8.
+    It is two thirds of it, as of SwiGLU's two matrices, rounded up to a multiple of 8.
     """
     return -(-int(2 * intermediate_size / 3) // _MULTIPLE) * _MULTIPLE
 
@@ -144,7 +144,7 @@ class _NeoBERTLayer(nn.Module):
 
 
 class NeoBERTPreTrainedModel(PreTrainedModel):
-    """Base class of NeoBERT models for transformers."""
+    """Base class of NeoBERT models for transformers, which saves and loads them."""
 
     config_class = NeoBERTConfig
     base_model_prefix = "model"
@@ -153,7 +153,7 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
 
 
 class NeoBERT(NeoBERTPreTrainedModel):
-    """NeoBERT without output layer."""
+    """NeoBERT without output layer, for transformers' AutoModel."""
 
     def __init__(self, config: NeoBERTConfig):
         super().__init__(config)
@@ -180,13 +180,13 @@ class NeoBERT(NeoBERTPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         **_: Any,
     ) -> BaseModelOutput:
-        """Return the states after the last norm, [B, S, H].
+        """Return the states after the last norm, [B, S, H], as `last_hidden_state`.
 
         Args:
             input_ids: int64[B, S], unused if `inputs_embeds` are given.
-            attention_mask: 1 for tokens of the text and 0 for padding, or added to scores; None:
-                all are text.
-            position_ids: Positions of the tokens; None: 0, 1, ...
+            attention_mask: [B, S], 1 for tokens of the text and 0 for padding, or a mask to add to
+                the scores; None: all are text.
+            position_ids: int64[B, S] or [1, S], positions of the tokens; None: 0, 1, ...
             inputs_embeds: [B, S, H] instead of the embedding's rows.
         """
         x = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
@@ -209,7 +209,7 @@ class NeoBERT(NeoBERTPreTrainedModel):
 class NeoBERTLMHead(NeoBERTPreTrainedModel):
     """NeoBERT with the output layer of masked language modelling.
 
-    The layer has a matrix of its own and a bias.
+    The layer has a matrix of its own and a bias. It is for transformers' AutoModelForMaskedLM.
     """
 
     def __init__(self, config: NeoBERTConfig):
@@ -229,7 +229,7 @@ class NeoBERTLMHead(NeoBERTPreTrainedModel):
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
     ) -> MaskedLMOutput:
-        """Return logits, [B, S, V]; `options` are those of `NeoBERT`."""
+        """Return `logits`, [B, S, V]; arguments are those of `NeoBERT.forward`."""
         states = self.model(input_ids, attention_mask, **options).last_hidden_state
         return MaskedLMOutput(logits=self.decoder(states))
 

@@ -39,6 +39,8 @@ _MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per to
 class Corpus:
     """Memory-mapped tokenized corpus on disk, of D documents in S sequences.
 
+    `Corpus.open` builds it. Documents and sequences have 0-based indices.
+
     - prefix: path without extension;
     - metadata: contents of PREFIX.json, None for a corpus written by Megatron's own tool;
     - document_lengths: int64[D] in tokens, zeros allowed;
@@ -100,7 +102,7 @@ class Corpus:
         Only these entries of the index are read.
 
         Args:
-            documents: Numbers from 0 to D (the end), of any shape; they must not fall along the
+            documents: Indices from 0 to D (the end), of any shape; they must not fall along the
                 last axis.
 
         Returns:
@@ -169,7 +171,11 @@ class Corpus:
         """Open PREFIX.bin, .idx and, if present, .json without reading the tokens.
 
         An index of more than 16,777,216 documents or sequences is checked at its ends, and
-        elsewhere where it is read.
+        elsewhere where it is read. Call `check_vocabulary` before tokens are read, else their ids
+        are not checked.
+
+        Args:
+            prefix: Path of the files without extension.
 
         Raises:
             InputError: A file is missing, foreign or truncated, or PREFIX.json does not match the
@@ -236,8 +242,10 @@ class Corpus:
     def find_special_tokens(self, eos_id: int | None) -> SpecialTokens:
         """Return the special tokens around each document, from the metadata.
 
-        Without metadata it is `eos_id` after each document, if it ends the first document that has
-        tokens, else none. With metadata `eos_id` is not used.
+        Args:
+            eos_id: Id of the token that may end documents, None for none. It is used only without
+                metadata: if the first document that has tokens ends with it, it is assumed to end
+                all of them, else there are no special tokens.
         """
         if self.metadata is not None:
             return self.metadata.surrounding_tokens
@@ -256,9 +264,10 @@ class Corpus:
         raise AssertionError("a corpus has tokens")
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Return a copy of tokens start..stop-1 of a document, as int64.
+        """Return a copy of tokens start..stop-1 of a document, as int64[stop - start].
 
-        Bounds are not checked: a `stop` after the document's end reads on in the .bin.
+        `document` is its index, and positions are 0-based within it. Bounds are not checked: a
+        `stop` after the document's end reads on in the .bin.
 
         Raises:
             LocalInputError: A token id is outside the vocabulary given to `check_vocabulary`.
@@ -272,8 +281,9 @@ class Corpus:
     ) -> np.ndarray:
         """Return tokens starts[i]..stops[i]-1 of each documents[i], joined, as int64.
 
-        There must be at least one token. Bounds are not checked, as in `tokens`. The first call
-        reads the whole index, see `document_lengths`.
+        All three are int64[n]; positions are 0-based within each document. There must be at least
+        one token. Bounds are not checked, as in `tokens`. The first call reads the whole index, see
+        `document_lengths`.
 
         Raises:
             LocalInputError: A token id is outside the vocabulary given to `check_vocabulary`.
@@ -288,11 +298,12 @@ class Corpus:
     ) -> np.ndarray:
         """Return counts[i] tokens from offset begins[i] of the .bin, joined, as int64.
 
-        There must be at least one token. The index is not read.
+        There must be at least one token. The index is not read, and bounds are not checked.
 
         Args:
-            documents: Documents of the ranges, for errors.
-            begins: Offsets in tokens.
+            documents: int64[n], indices of the documents of the ranges, for errors.
+            begins: int64[n], offsets in tokens from the start of the .bin.
+            counts: int64[n], numbers of tokens.
 
         Raises:
             LocalInputError: A token id is outside the vocabulary given to `check_vocabulary`.
@@ -314,14 +325,14 @@ class Corpus:
         return tokens
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Check the metadata's tokenizer and the first token ids against `vocabulary`.
+        """Check the corpus's tokenizer and its first token ids against `vocabulary`.
 
         These are the first 4,194,304 ids. Later reads check theirs; before this call, reads check
         none.
 
         Raises:
-            InputError: The tokenizer is another one (see `check_tokenizer`), or an id is not in the
-                vocabulary.
+            InputError: The tokenizer in the metadata is another one (see `check_tokenizer`), or an
+                id is not in the vocabulary.
         """
         if self.metadata is not None:
             check_tokenizer(self.prefix, self.metadata, vocabulary)
@@ -346,7 +357,12 @@ class Corpus:
 
 
 def check_index(prefix: str) -> type[np.number]:
-    """Return the NumPy type of a corpus's tokens, reading only the .idx header.
+    """Return the NumPy type of a corpus's tokens, after a check of the .idx header.
+
+    Of the .idx only header and size are read, of the .bin only its size.
+
+    Args:
+        prefix: Path of the files without extension.
 
     Raises:
         InputError: A file is missing, the .idx has a bad header or size, or there are no tokens.
@@ -413,9 +429,10 @@ def refuse_raw_text(prefix: str) -> None:
 
 
 def check_index_arrays(prefix: str, index: IndexArrays, token_type: type[np.number]) -> None:
-    """Raise InputError if the arrays of the .idx are inconsistent.
+    """Raise InputError if the arrays of the .idx of corpus `prefix` are inconsistent.
 
-    Its sequences must fill the documents and the .bin. The header must have been checked.
+    Its sequences must fill the documents and the .bin. All entries are read, except pointers
+    between the ends. `check_index`, which returns `token_type`, must have passed.
     """
     lengths = index.lengths
     indices = index.documents
@@ -435,7 +452,10 @@ def check_index_ends(
     """Raise InputError if first and last documents and sequences do not fit the .bin.
 
     Args:
-        expected_bytes: Size of the .bin; None: the end of the last sequence.
+        prefix: Path of the corpus's files without extension.
+        index: Arrays of the .idx, of which only the ends are read.
+        token_type: Type of the tokens, as `check_index` returns it.
+        expected_bytes: Size that the .bin must have; None: the end of the last sequence.
     """
     lengths = index.lengths
     pointers = index.pointers
@@ -482,7 +502,8 @@ def check_metadata(
 ) -> None:
     """Raise InputError unless `metadata` matches the .bin and .idx of the corpus.
 
-    Counts and token type are those given, the sizes in bytes those of the files on disk.
+    The counts and the token type of `metadata` must be those given, the sizes in bytes those of the
+    files on disk. `prefix` is the path of the files without extension.
     """
     actual = {
         "documents": documents,
@@ -505,8 +526,8 @@ def check_metadata(
 def check_tokenizer(prefix: str, metadata: CorpusMetadata, vocabulary: Vocabulary) -> None:
     """Raise InputError unless the tokenizer in `metadata` fits `vocabulary`.
 
-    It must have the same fingerprint, of which the template may be left out (see
-    `Vocabulary.is_of_tokenizer`), and no larger vocabulary.
+    It must be the same one, of which only the template of special tokens may differ (see
+    `Vocabulary.is_of_tokenizer`), and have no more ids. `prefix` names the corpus in errors.
     """
     identity = metadata.tokenizer
     if not vocabulary.is_of_tokenizer(identity.fingerprint, identity.text_fingerprint):
@@ -541,7 +562,7 @@ def _suggest_prefix(prefix: str) -> str:
 def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
     """Return the training, validation and test weights in text such as `99,1,0`.
 
-    They are as written, in any unit. Fractions such as `1/3` are allowed.
+    They are exact Fractions in the unit in which they are written. Text such as `1/3` is allowed.
 
     Raises:
         InputError: The text is no three weights, one is negative, or all are zero.
@@ -571,7 +592,7 @@ def split_documents(
         fractions: Weights of the three parts, in any unit; not checked.
 
     Returns:
-        Three sorted int64 arrays of document numbers.
+        Three sorted int64 arrays of document indices.
     """
     weights = [Fraction(str(fraction)) for fraction in fractions]
     half = Fraction(1, 2)

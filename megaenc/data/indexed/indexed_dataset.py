@@ -30,7 +30,7 @@ TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8
 
 
 def token_dtype(vocab_size: int) -> str:
-    """Return the dtype of stored token ids, as megatron-core chooses it.
+    """Return the name of the dtype of stored token ids, as megatron-core chooses it.
 
     `uint16` for a `vocab_size` below 65,500, else `int32`.
     """
@@ -75,11 +75,11 @@ def read_entries(path: str | Path, array: np.memmap, indices: np.ndarray) -> np.
 
     Args:
         path: File that `array` maps.
-        array: Array as it was mapped, not a slice.
+        array: Array as it was mapped, int64, not a slice.
         indices: int64[n], indices of the entries, in any order.
 
     Returns:
-        int64[n], the entries in the order of `numbers`, read-only.
+        int64[n], the entries in the order of `indices`, read-only.
     """
     starts = np.array_split(array.offset + 8 * indices, _READERS)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -99,7 +99,7 @@ class IndexedWriter:
     """Writer of one corpus: the .bin as documents are added, the .idx at the end.
 
     `documents`, `sequences` and `tokens` count what has been added. The files are written in place,
-    and only `finish` writes the .idx.
+    not atomically, and only `finish` writes the .idx.
     """
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: str) -> None:
@@ -137,7 +137,10 @@ class IndexedWriter:
         """Append the documents of a finished .bin and .idx of the same dtype.
 
         Args:
-            sha256: Return value of `finish` of their writer.
+            bin_path: The .bin to read.
+            idx_path: The .idx to read.
+            sha256: Hashes of both files in hex under `bin` and `idx`, as `finish` of their writer
+                returned them.
             keep: bool[documents], True for those to append; None: all.
 
         Raises:
@@ -233,7 +236,11 @@ class IndexedWriter:
 def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWriter]]:
     """Yield a list of one IndexedWriter per corpus, and close them after the block.
 
-    The caller finishes them. `files` lists every .bin, then every .idx in the same order.
+    The block finishes them (`IndexedWriter.finish`); `close` alone writes no .idx.
+
+    Args:
+        files: Every .bin to write, then every .idx in the same order.
+        dtype: Name of the token dtype, as from `token_dtype`.
     """
     with contextlib.ExitStack() as stack:
         writers = []

@@ -37,6 +37,8 @@ class TokenizerIdentity:
 class CorpusMetadata:
     """Contents of a corpus's PREFIX.json, which describe its .bin and .idx.
 
+    They are the tokenizer, counts of documents, sequences and tokens, special tokens, sizes and
+    hashes of the files, and sources. Preprocessing writes them, `read_corpus_metadata` reads them.
     The file is renamed before the .idx, so that no corpus opens without it.
     """
 
@@ -77,7 +79,7 @@ class CorpusMetadata:
 
     @property
     def surrounding_tokens(self) -> SpecialTokens:
-        """Return the special tokens around each document."""
+        """Return the special tokens around each document, from the field `special_tokens`."""
         return SpecialTokens.from_json(self.special_tokens, "field `special_tokens`")
 
     def write(self, path: Path) -> None:
@@ -91,7 +93,7 @@ class CorpusMetadata:
 def metadata_path(prefix: str | Path) -> Path:
     """Return PREFIX.json, the path of a corpus's metadata.
 
-    `prefix` is as in `.../corpus_text_document`.
+    `prefix` is the path of the corpus without extension, as in `.../corpus_text_document`.
     """
     return Path(f"{prefix}.json")
 
@@ -100,6 +102,9 @@ def read_corpus_metadata(prefix: str | Path) -> CorpusMetadata:
     """Return the checked contents of PREFIX.json.
 
     They are not compared with the .bin and .idx, and unknown fields are ignored.
+
+    Args:
+        prefix: Path of the corpus without extension.
 
     Raises:
         InputError: The file is missing, not JSON, of another format or incomplete, or a value is

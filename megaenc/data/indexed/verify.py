@@ -42,7 +42,11 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class VerifiedCorpus:
-    """Counts and size of a corpus that passed verification, and the checks skipped."""
+    """Counts and size of a corpus that passed `verify_corpus`, and the checks skipped.
+
+    `bytes` is the size of .bin and .idx together. `unchecked` names, for the console, the checks
+    for which metadata or a tokenizer is missing, such as `sha256`.
+    """
 
     documents: int
     sequences: int
@@ -327,7 +331,8 @@ def _compare_hash(digest: Any, metadata: CorpusMetadata | None, extension: str) 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc data verify`: check corpora and report all damaged ones.
 
-    It prints a line for each intact corpus, then fails with one error for the others.
+    It prints a line for each intact corpus, then fails with one error for the others. `argv` are
+    the flags; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse(VerifyConfig, argv, prog="megaenc data verify", description=__doc__)

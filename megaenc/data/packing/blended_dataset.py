@@ -26,10 +26,10 @@ from megaenc.errors import InputError
 
 
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
-    """Return the (weight, prefix or pattern) pairs of --data-path.
+    """Return the (weight, prefix or pattern) pairs of --data-path, in order.
 
-    The words are `0.3 A 0.7 B`, or `A B`, whose weights are None. Patterns are not expanded, and no
-    corpus is looked for.
+    `words`, the values of the flag, are `0.3 A 0.7 B`, or `A B`, whose weights are None. Patterns
+    are not expanded, and no corpus is looked for.
 
     Raises:
         InputError: The words have another form, one is empty, a weight is not positive, or a path
@@ -89,8 +89,8 @@ def is_pattern(word: str) -> bool:
 def has_group(words: Sequence[str]) -> bool:
     """Return whether some corpora of --data-path share a weight.
 
-    They are those of a pattern, or of several words without weights. Errors are those of
-    `parse_data_path`.
+    They are those of a pattern, or of several words without weights. `words` and errors are those
+    of `parse_data_path`.
     """
     pairs = parse_data_path(words)
     without_weights = len(pairs) > 1 and pairs[0][0] is None
@@ -99,7 +99,11 @@ def has_group(words: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """Word of --data-path: the prefix of a corpus, or a pattern of prefixes."""
+    """Word of --data-path: the prefix of a corpus, or a pattern of prefixes.
+
+    `word` is as written, `prefixes` the corpora that it stands for, and `weight` that of all of
+    them together, None if no word has one.
+    """
 
     weight: Fraction | None
     """Weight of all its corpora together; None if no word has one."""
@@ -110,8 +114,8 @@ class CorpusSource:
 def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
     """Return the sources of --data-path, with the corpora that match patterns.
 
-    The sources are in the order of the words, the corpora of a pattern in alphabetical order. Words
-    without a pattern are not looked for.
+    The sources are in the order of `words`, the values of the flag, and the corpora of a pattern in
+    alphabetical order. The corpus of a word without a pattern need not exist.
 
     Raises:
         InputError: A pattern matches no .idx file, two words name the same corpus, or
@@ -141,9 +145,9 @@ def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
 
 
 def list_prefixes(words: Sequence[str]) -> list[str]:
-    """Return the prefixes of all corpora of --data-path.
+    """Return the prefixes of all corpora of --data-path, with patterns expanded.
 
-    Order and errors are those of `find_corpora`.
+    `words`, order and errors are those of `find_corpora`.
     """
     return [prefix for source in find_corpora(words) for prefix in source.prefixes]
 
@@ -185,9 +189,9 @@ def _temper_size(tokens: int, temperature: float) -> Fraction:
 
 
 def has_fractions_by_size(sources: Sequence[CorpusSource]) -> bool:
-    """Return whether shares of corpora follow from their sizes.
+    """Return whether the fraction of a corpus in the blend follows from its size.
 
-    They do within a source of several corpora, and among all corpora without weights.
+    It does within a source of several corpora, and among all corpora without weights.
     """
     corpora = sum(len(source.prefixes) for source in sources)
     return corpora > len(sources) or (corpora > 1 and sources[0].weight is None)
@@ -209,7 +213,7 @@ def describe_blend(
         fractions: Fraction of the packs that each corpus has in the blend; they add up to 1.
         fingerprints: `Corpus.fingerprint` of each corpus.
         is_periodic: See `BlendedDataset.is_periodic`.
-        max_epochs: --blend-max-epochs.
+        max_epochs: --blend-max-epochs; None: no limit.
     """
     if len(fingerprints) == 1:
         return fingerprints[0]
@@ -227,12 +231,13 @@ def describe_blend(
 
 
 class BlendedDataset:
-    """Packs of several corpora, mixed evenly by weight.
+    """Packs of several corpora, mixed evenly by weight; built by `RunData.open`.
 
-    `dataset[s]` is the Pack of sample s, from one corpus. The order of corpora depends only on
-    weights and limits. It repeats after at most PERIOD samples if every corpus has one there,
-    `is_tempered` is False and no corpus ends. Within a corpus, packs keep the order that they have
-    without the others.
+    `dataset[s]` is the Pack of the 0-based sample s of the run, from one corpus. The order of
+    corpora depends only on weights and limits. It repeats after at most PERIOD (65,536) samples if
+    every corpus has one there, `is_tempered` is False and no corpus ends. Within a corpus, packs
+    keep the order that they have without the others. `sources` are the words of --data-path of the
+    corpora, and `datasets` their packs.
     """
 
     def __init__(
@@ -247,11 +252,11 @@ class BlendedDataset:
         """Blend `datasets` by one positive weight each, in any unit.
 
         Args:
-            datasets: Endless packs of each corpus.
+            datasets: Endless packs of each corpus, all of one `seq_length`.
             weights: Weight of each corpus.
-            limits: Packs after which each corpus ends, and the others take its share in proportion;
-                None: no end.
-            is_tempered: The shares are powers of sizes, which a short period would round.
+            limits: Number of packs after which each corpus ends, and the others take its place in
+                proportion; None: no end.
+            is_tempered: The weights are powers of sizes, which a short period would round.
             sources: Word of --data-path that each corpus is from, for losses by word.
         """
         self.datasets = list(datasets)
@@ -282,11 +287,11 @@ class BlendedDataset:
         """Return a copy that continues a run with sample `first_sample`.
 
         The order of corpora starts anew; `limits` count the omitted packs too. The copy shares the
-        datasets. A copy must not be shifted again.
+        datasets. `continue_from` must not be called on it again.
 
         Args:
-            first_sample: Number of the copy's first sample.
-            offsets: Number of first packs of each corpus to omit.
+            first_sample: 0-based index, in the run, of the copy's first sample.
+            offsets: For each corpus, the number of its first packs to omit, which have been read.
         """
         shifted = copy(self)
         shifted.first_sample = first_sample
@@ -295,7 +300,7 @@ class BlendedDataset:
         return shifted
 
     def __getitem__(self, sample: int) -> Pack:
-        """Return the Pack of sample `sample`, which is `first_sample` or later.
+        """Return the Pack of the 0-based `sample`, which is `first_sample` or later.
 
         Raises:
             IndexError: `sample` is before `first_sample`.
@@ -305,17 +310,17 @@ class BlendedDataset:
         return replace(self.datasets[corpus][int(self._offsets[corpus]) + pack], sample=sample)
 
     def corpus_of_sample(self, sample: int) -> int:
-        """Return the index in `datasets` of the corpus that gives sample number `sample`.
+        """Return the index in `datasets` of the corpus that gives the 0-based `sample`.
 
         Errors are those of `dataset[sample]`.
         """
         return self._order.locate(self._place_of(sample))[0]
 
     def next_packs(self, sample: int) -> list[int]:
-        """Return the number of the first pack of each corpus from `sample` on.
+        """Return the index of each corpus's first pack that is not before `sample`.
 
-        It counts all packs of the corpus, omitted ones too. `sample`, which is not checked, is
-        `first_sample` or later, and at most the end.
+        It is an index in the corpus's dataset, so that omitted packs count too. `sample`, which is
+        not checked, is `first_sample` or later, and at most the end.
         """
         return (self._offsets + self._order.packs_before(sample - self.first_sample)).tolist()
 

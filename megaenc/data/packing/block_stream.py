@@ -28,8 +28,8 @@ _GROUP_BLOCKS = 4
 class DocumentBlocks:
     """Part of a corpus, in blocks of `size` consecutive documents.
 
-    `indices`, int64[B], are those of its blocks, from 0: block b has the documents b * size to
-    (b + 1) * size - 1. The last block of a corpus may have fewer.
+    `indices`, int64[B], are the 0-based indices of its blocks in the corpus. Block b has the
+    documents b * size to (b + 1) * size - 1; the last block of a corpus may have fewer.
     """
 
     size: int
@@ -58,13 +58,14 @@ class BlockSource(Protocol):
         """Return the token offset of each block of `size` documents, then the end.
 
         Returns:
-            int64[blocks + 1], from the start of the corpus.
+            int64[blocks + 1], in tokens from the start of the corpus; the last one is its length.
         """
 
     def document_offsets(self, documents: np.ndarray) -> np.ndarray:
         """Return the token offset of each of `documents`, as int64 of the same shape.
 
-        Offsets are from the start of the corpus. `documents` are numbers from 0 to D (the end).
+        Offsets are in tokens from the start of the corpus. `documents` are 0-based indices, and D
+        means the end of the last document.
         """
 
     def read_ranges(
@@ -72,8 +73,8 @@ class BlockSource(Protocol):
     ) -> np.ndarray:
         """Return counts[i] tokens from offset begins[i], concatenated as int64.
 
-        Offsets are in tokens from the start of the corpus, as in `document_offsets`. Each range
-        lies within documents[i].
+        All three arrays are int64[n]. Offsets are in tokens from the start of the corpus, as in
+        `document_offsets`. Each range lies within documents[i].
         """
 
 
@@ -124,7 +125,7 @@ class BlockStream(TokenStream):
         return self.corpus.read_ranges(documents[first : last + 1], begins, counts), counts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return the numbers of the documents with tokens in the order of `epoch`.
+        """Return the indices of the documents that hold tokens, in the order of `epoch`.
 
         Epochs are 0, 1, ... Only this method takes memory for each document.
 

@@ -45,7 +45,12 @@ PACKINGS: dict[str, type[CorpusPackedDataset]] = {
 
 @dataclass(frozen=True)
 class CorpusUsage:
-    """Use of a corpus by part of a run."""
+    """Use of one corpus by a part of a run.
+
+    It has the corpus's `prefix`, the fraction of the blend's packs that the weights give to it
+    (`share`), the number of `packs` and passes (`epochs`) in this part of the run, the fraction of
+    its tokens that the packing leaves out (`dropped`), and the training `tokens` of one pass.
+    """
 
     prefix: str
     share: float
@@ -62,9 +67,9 @@ class CorpusUsage:
 
 @dataclass(frozen=True)
 class RunData:
-    """Corpora of a run, with their training and held-out packs.
+    """Corpora of a run, with their training and held-out packs; see `RunData.open`.
 
-    `RunData.open` builds it. `corpora`, `train_datasets` and `fractions` (of the packs of the run, which add up to 1)
+    `corpora`, `train_datasets` and `fractions` (of the packs of the run; they add up to 1)
     correspond. `train` blends all `train_datasets`, and `held_out` the packs of the validation
     documents; it is None if no document is held out. Each rank opens all of it.
     """
@@ -96,8 +101,8 @@ class RunData:
     ) -> "RunData":
         """Open the corpora of --data-path and blend their packs.
 
-        Held-out packs are always `concat` and in one order, so that runs of different packing or
-        seed are measured on the same text.
+        Each rank opens all of them. Held-out packs are always `concat` and in one order, so that
+        runs of different packing or seed are measured on the same text.
 
         Args:
             data_path: Prefixes or patterns, with a weight before each; without weights all share
@@ -107,7 +112,7 @@ class RunData:
             packing: How training packs are cut, a key of PACKINGS.
             seq_length: Tokens of a pack.
             seed: Seed of the order of training documents and packs.
-            order: See `split_corpus`.
+            order: "documents" or "blocks", see `split_corpus`.
             temperature: Exponent of the sizes of corpora that share a weight.
             max_epochs: Passes over a corpus after which it leaves the blend; None: it never does.
             opened: Corpora by the path of their .idx, to which those opened here are added, so that
@@ -214,10 +219,11 @@ class RunData:
     def corpus_usage(
         self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()
     ) -> list[CorpusUsage]:
-        """Return the use of each corpus by training samples first..end-1.
+        """Return the use of each corpus, in order, by training samples first..end-1.
 
         Args:
-            end: Sample after the last, numbered in the run as `first` is.
+            end: 0-based sample of the run after the last one.
+            first: 0-based first sample of the run.
             without: Ranges of samples to leave out, (first, last) each, both included; they must
                 lie in first..end-1.
         """
@@ -248,11 +254,12 @@ class RunData:
 def open_corpora(
     prefixes: Sequence[str], vocabulary: Vocabulary, opened: dict[str, Corpus]
 ) -> None:
-    """Open those of `prefixes` that are not in `opened` yet, and add them.
+    """Open those of `prefixes` that are not in `opened` yet, and add them to it.
 
     Args:
+        prefixes: Paths of corpora without extension.
         vocabulary: Vocabulary that the new ones are checked with; those in `opened` are not.
-        opened: Corpora by their `index_path`.
+        opened: Corpora by their `index_path`; changed in place.
 
     Raises:
         InputError: A corpus cannot be opened or does not fit `vocabulary`, or there are more
@@ -280,11 +287,11 @@ def check_same_special_tokens(
 ) -> None:
     """Raise InputError unless two corpora have the same special tokens.
 
-    Their modes may differ.
+    Only the tokens are compared, not the modes that chose them.
 
     Args:
-        first_prefix: Prefix of the corpus with the tokens `first_tokens`.
-        second_prefix: Prefix of the corpus with the tokens `second_tokens`.
+        first_prefix: Prefix of the corpus with `first_tokens`, for the error.
+        second_prefix: Prefix of the corpus with `second_tokens`.
         flag: Flag that names the second corpus.
     """
     if first_tokens.is_same(second_tokens):
@@ -332,11 +339,12 @@ def split_corpus(
 ):
     """Return a corpus's training, validation and test documents by weight.
 
-    They are ascending document indices or, with `order` "blocks" for a corpus of more than
+    They are ascending int64 document indices or, with `order` "blocks" for a corpus of more than
     1,048,576 documents, blocks of documents, whose reads are then expected to be scattered. A part
-    may be empty.
+    may be empty. The choice is random but always the same, see `split_documents`.
 
     Args:
+        fractions: Weights of the three parts, in any unit.
         order: "documents" or "blocks".
     """
     if order == "blocks" and len(corpus) > MOST_SHUFFLED:
@@ -348,7 +356,7 @@ def split_corpus(
 
 
 def has_tokens(corpus: Corpus, documents: np.ndarray | DocumentBlocks) -> bool:
-    """Return whether any of `documents` holds a token."""
+    """Return whether any of `documents`, int64[D] indices or blocks, holds a token."""
     if isinstance(documents, DocumentBlocks):
         return bool(np.diff(corpus.block_offsets(documents.size))[documents.indices].any())
     chunks = (

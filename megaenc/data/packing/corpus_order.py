@@ -22,8 +22,11 @@ _LEAST_WEIGHT = 2.0**-500  # no corpus of less weight is ever read, and float64 
 def compute_sample_counts(weights: Sequence[Fraction]) -> list[int] | None:
     """Return each corpus's number of samples in a period of at most PERIOD samples.
 
-    `weights` are positive, in any unit. The counts are exact if the weights allow it, else rounded
-    to the nearest ones that add up to PERIOD. None if a corpus would have no sample.
+    The counts are proportional to the weights: exactly if the period allows it, else rounded to the
+    nearest counts that add up to PERIOD. None if a corpus would then have no sample.
+
+    Args:
+        weights: Weight of each corpus, positive, in any unit.
     """
     scale = lcm(*(Fraction(weight).denominator for weight in weights))
     parts = [int(weight * scale) for weight in weights]
@@ -39,12 +42,12 @@ def compute_sample_counts(weights: Sequence[Fraction]) -> list[int] | None:
 
 
 def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
-    """Return the corpus of each sample of a period, int32[sum(counts)].
+    """Return the index of the corpus of each sample of a period, int32[sum(counts)].
 
     Corpus c occurs counts[c] times, evenly spread: after any number of samples each corpus is less
-    than one sample away from its share. The rule is Tijdeman's (The chairman assignment problem,
-    1980): of the corpora that are behind by at least 1 / (2 corpora - 2), take the one that will be
-    a whole sample behind first.
+    than one sample away from its part of them. The rule is Tijdeman's (The chairman assignment
+    problem, 1980): of the corpora that are behind by at least 1 / (2 corpora - 2), take the one
+    that will be a whole sample behind first.
     """
     corpora = len(counts)
     period = sum(counts)
@@ -80,11 +83,11 @@ def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
 
 
 class CorpusOrder(ABC):
-    """Base class of orders: the corpus of each sample, and the number of its pack.
+    """Base class of orders of a blend: the corpus of each sample, and its pack there.
 
-    All numbers are from 0. Samples are arranged in blocks of `block_size`, when one is needed; the
-    packs of a corpus come in order. `samples` is the number of samples, None if there is no end;
-    methods do not check that a sample is before it.
+    Corpora, samples, packs of a corpus and blocks have 0-based indices. The packs of a corpus come
+    in order. `samples` is the number of samples, None if there is no end; methods do not check that
+    a sample is before it. Samples are computed in blocks of `block_size`, when one is needed.
     """
 
     block_size: int
@@ -92,33 +95,34 @@ class CorpusOrder(ABC):
 
     @abstractmethod
     def count_packs(self, block: int) -> np.ndarray:
-        """Return int64[corpora], the packs of each corpus before block number `block`."""
+        """Return int64[corpora], how many packs of each corpus come before block `block`."""
 
     @abstractmethod
     def arrange_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the corpus of each sample of block number `block`.
+        """Return the corpus of each sample of block `block`.
 
         Returns:
-            Two arrays int32[block_size], shorter in the last block: the corpora, and the number of
-            earlier samples of the same corpus in the block.
+            Two arrays int32[block_size], shorter in the last block: the index of the corpus, and
+            the number of earlier samples of the same corpus in the block.
         """
 
     @abstractmethod
     def skip_packs(self, packs: np.ndarray) -> "CorpusOrder":
-        """Return the order after int64[corpora] `packs` have been read elsewhere.
+        """Return the order that remains after so many `packs` of each corpus.
 
-        Its samples and packs are numbered from 0 again.
+        `packs` is int64[corpora]. Its samples and packs are counted from 0 again. This order is not
+        changed.
         """
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return the corpus that gives `sample` (0, 1, ...), and the number of its pack."""
+        """Return the corpus that gives `sample`, and the index of its pack there."""
         block, place = divmod(sample, self.block_size)
         corpora, earlier = self.arrange_block(block)
         corpus = int(corpora[place])
         return corpus, int(self.count_packs(block)[corpus] + earlier[place])
 
     def packs_before(self, sample: int) -> np.ndarray:
-        """Return int64[corpora], the packs of each corpus before `sample`."""
+        """Return int64[corpora], how many packs of each corpus come before `sample`."""
         block, place = divmod(sample, self.block_size)
         packs = self.count_packs(block)
         if not place:
@@ -126,9 +130,10 @@ class CorpusOrder(ABC):
         return packs + np.bincount(self.arrange_block(block)[0][:place], minlength=len(packs))
 
     def find_first(self, packs: np.ndarray) -> int:
-        """Return the first sample whose pack has number packs[corpus] or a later one.
+        """Return the first sample whose pack has index packs[corpus] or a later one.
 
-        `packs`, int64[corpora], has a number for each corpus. `samples` if there is none.
+        `packs`, int64[corpora], has a pack index for each corpus. The result is `samples` if there
+        is no such sample.
         """
         blocks = 1 if self.samples is None else -(-self.samples // self.block_size)
         while self.samples is None and not (self.count_packs(blocks) > packs).any():
@@ -146,7 +151,7 @@ class CorpusOrder(ABC):
 class PeriodicOrder(CorpusOrder):
     """Endless order that repeats after at most PERIOD samples.
 
-    No corpus is ever a whole sample away from its share.
+    After any number of samples each corpus is less than one sample away from its part of them.
     """
 
     samples = None
@@ -158,7 +163,7 @@ class PeriodicOrder(CorpusOrder):
         self._period: tuple[np.ndarray, np.ndarray] | None = None
 
     def count_packs(self, block: int) -> np.ndarray:
-        """Return the packs of each corpus before block number `block`."""
+        """Return int64[corpora], how many packs of each corpus come before block `block`."""
         return block * self._counts
 
     def arrange_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -174,16 +179,16 @@ class PeriodicOrder(CorpusOrder):
         return self._period
 
     def skip_packs(self, packs: np.ndarray) -> "PeriodicOrder":
-        """Return the same order, which has no memory of what has been read."""
+        """Return this order itself, which has no memory of what has been read."""
         return self
 
 
 class DueOrder(CorpusOrder):
-    """Order without a period for any number of corpora, which may end.
+    """Order without a period for any number of corpora, each of which may end.
 
     Pack j of a corpus of weight w is due at time (j + phase) / w, and packs come in the order of
     their times, corpora with equal times in theirs. A corpus that has ended has no more packs, so
-    that the others take its share in proportion. The phases 0 < phase < 1 differ, so that corpora
+    that the others take its place in proportion. The phases 0 < phase < 1 differ, so that corpora
     of equal weight take turns. The place of a pack follows from the weights and limits without
     those before it.
     """
@@ -194,7 +199,7 @@ class DueOrder(CorpusOrder):
         """Order corpora by one positive weight each, in any unit.
 
         Args:
-            limits: int64[corpora], the packs after which each ends; None: no end.
+            limits: int64[corpora], number of packs after which each corpus ends; None: no end.
         """
         total = sum(weights)
         self._weights = np.array([max(float(weight / total), _LEAST_WEIGHT) for weight in weights])
@@ -213,7 +218,7 @@ class DueOrder(CorpusOrder):
         self._remember_block = lru_cache(maxsize=2)(self._compute_block)
 
     def count_packs(self, block: int) -> np.ndarray:
-        """Return the packs of each corpus before block number `block`."""
+        """Return int64[corpora], how many packs of each corpus come before block `block`."""
         return self._remember_counts(block)
 
     def arrange_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -221,7 +226,10 @@ class DueOrder(CorpusOrder):
         return self._remember_block(block)
 
     def skip_packs(self, packs: np.ndarray) -> "DueOrder":
-        """Return an order whose corpora end so many packs earlier."""
+        """Return an order whose corpora end `packs`, int64[corpora], earlier.
+
+        It is this order itself if no corpus ends.
+        """
         if self._limits is None:
             return self
         order = copy(self)

@@ -24,7 +24,13 @@ memory."""
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Sample of a run: tokens, and document bounds that attention never crosses."""
+    """Sample of a run: `seq_length` tokens, cut from one or more documents.
+
+    It has the 0-based index `sample` in the run, the 0-based pass over the corpus in which it
+    starts (`epoch`), int64[T] token ids (`tokens`), and int32[D + 1] cumulative lengths of its D
+    documents, from 0 to T (`cu_seqlens`): attention never crosses their boundaries. Objectives must
+    not change the arrays.
+    """
 
     sample: int
     """Number of the sample in the run, from 0."""
@@ -42,10 +48,7 @@ class Pack:
 
     @property
     def positions(self) -> np.ndarray:
-        """Return int64[T], the position of each token within its document or chunk.
-
-        It is 0 at each start of one.
-        """
+        """Return int64[T], the 0-based position of each token in its document or chunk."""
         return position_ids(self.cu_seqlens)
 
 
@@ -61,7 +64,8 @@ def position_ids(cu_seqlens: np.ndarray) -> np.ndarray:
 class PackedDataset(Protocol):
     """Interface of endless packs of `seq_length` tokens of one corpus or a blend.
 
-    `dataset[s]` is the Pack of sample s.
+    `dataset[s]` is the Pack of the 0-based sample s of the run. All ranks see the same packs; a
+    sampler decides which of them a rank reads.
     """
 
     seq_length: int
@@ -70,7 +74,7 @@ class PackedDataset(Protocol):
 
     @property
     def samples_before_repeat(self) -> int:
-        """Return the number of samples before the first that starts a second epoch.
+        """Return the number of samples before the first one that starts a second epoch.
 
         In a blend, it is the second epoch of any corpus.
         """
@@ -79,8 +83,9 @@ class PackedDataset(Protocol):
 class CorpusPackedDataset(ABC):
     """Base class of the endless packs of one corpus, cut from its token stream.
 
-    Within each epoch packs are in random order. Otherwise the pieces of one long document would
-    meet in one batch.
+    `dataset[s]` is the Pack of the 0-based sample s, a pure function of corpus, documents, seed,
+    seq_length and s. Within each epoch packs are in random order. Otherwise the pieces of one long
+    document would meet in one batch.
     """
 
     def __init__(
@@ -90,9 +95,12 @@ class CorpusPackedDataset(ABC):
         seq_length: int,
         seed: int,
     ):
-        """Cut packs from `documents`, int64[D] numbers or blocks of documents.
+        """Cut packs of `seq_length` tokens from a part of a corpus.
 
-        All documents are shuffled, or all blocks and documents within groups of them.
+        Args:
+            documents: Part of the corpus: int64[D] document indices, of which all are shuffled, or
+                blocks of documents, of which all blocks and the documents of a few of them are.
+            seed: Seed of the order of documents and packs.
 
         Raises:
             InputError: The documents hold no token.
@@ -105,24 +113,25 @@ class CorpusPackedDataset(ABC):
 
     @abstractmethod
     def epoch_of_sample(self, sample: int) -> int:
-        """Return the epoch, from 0, in which the pack of sample number `sample` starts."""
+        """Return the 0-based epoch in which the pack of the 0-based `sample` starts."""
 
     @abstractmethod
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """Return the number of the first sample that starts in or after `epoch`.
+        """Return the index of the first sample that starts in or after `epoch`.
 
         In a tiny corpus, an epoch may have no start of a pack.
         """
 
     @abstractmethod
     def start_of_pack(self, pack: int) -> int:
-        """Return the token position in the endless stream at which a pack begins.
+        """Return the position, in tokens of the endless stream, at which a pack begins.
 
-        `pack` is its number in stream order, from 0, counted over all epochs.
+        `pack` is its 0-based index in the stream, over all epochs. It differs from that of its
+        sample, as the packs of an epoch are in random order.
         """
 
     def __getitem__(self, sample: int) -> Pack:
-        """Return the Pack of sample number `sample`, counted from 0 without end."""
+        """Return the Pack of the 0-based `sample`; there is no last one."""
         epoch = self.epoch_of_sample(sample)
         first = self.first_sample_of_epoch(epoch)
         pack = first + int(self._pack_order(epoch)[sample - first])
@@ -142,7 +151,7 @@ class CorpusPackedDataset(ABC):
     def packs_of_epochs(self, epochs: int) -> int:
         """Return the number of packs that start in the first `epochs` epochs.
 
-        It is used for --blend-max-epochs.
+        A blend ends a corpus after so many packs (--blend-max-epochs).
         """
         return self.first_sample_of_epoch(epochs)
 
@@ -174,12 +183,12 @@ class CorpusPackedDataset(ABC):
 class ConcatPackedDataset(CorpusPackedDataset):
     """Endless packs of one corpus, cut from its stream every `seq_length` tokens.
 
-    No token is lost or padded: a pack may go on into the next document and the next epoch. There is
-    an edge at each document end.
+    No token is lost or padded: a pack may go on into the next document and the next epoch. Each end
+    of a document is a boundary in `cu_seqlens`.
     """
 
     def epoch_of_sample(self, sample: int) -> int:
-        """Return the epoch, from 0, in which the pack of `sample` starts.
+        """Return the 0-based epoch in which the pack of the 0-based `sample` starts.
 
         Raises:
             IndexError: `sample` is negative.
@@ -189,7 +198,7 @@ class ConcatPackedDataset(CorpusPackedDataset):
         return sample * self.seq_length // self.tokens_per_epoch
 
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """Return the number of the first sample whose pack starts in or after `epoch`."""
+        """Return the index of the first sample whose pack starts in or after `epoch`."""
         return -(-epoch * self.tokens_per_epoch // self.seq_length)
 
     def start_of_pack(self, pack: int) -> int:
@@ -216,8 +225,8 @@ def check_two_chunks_fit(seq_length: int) -> None:
 def mean_squared_chunk_lengths(seq_length: int) -> float:
     """Return the mean sum of the two squared chunk lengths of a pack (random-length).
 
-    The mean is over all cut positions. `seq_length` must be 24 or more; see
-    `check_two_chunks_fit`.
+    The work of attention is proportional to it. The mean is over all cut positions. `seq_length`,
+    in tokens, must be 24 or more; see `check_two_chunks_fit`.
     """
     shortest = SHORTEST_CHUNK
     longest = seq_length - SHORTEST_CHUNK
@@ -231,8 +240,8 @@ def mean_squared_chunk_lengths(seq_length: int) -> float:
 class RandomLengthPackedDataset(ConcatPackedDataset):
     """Packs of one corpus, each cut at random into two chunks of 12 or more tokens.
 
-    As in arXiv 2507.00994, the cut is the only edge of attention: a chunk may span documents, whose
-    ends attention crosses.
+    As in arXiv 2507.00994, the cut is the only boundary of attention: a chunk may span documents,
+    whose ends attention crosses.
     """
 
     def __init__(
@@ -251,7 +260,7 @@ class RandomLengthPackedDataset(ConcatPackedDataset):
         super().__init__(corpus, documents, seq_length, seed)
 
     def __getitem__(self, sample: int) -> Pack:
-        """Return the Pack of sample number `sample`, with cu_seqlens int32[3]."""
+        """Return the Pack of the 0-based `sample`, whose `cu_seqlens` are 0, cut and T."""
         pack = super().__getitem__(sample)
         draw = float(counter_rng.uniforms(self.seed, "chunks", 1, counters=(sample,))[0])
         cut = SHORTEST_CHUNK + int(draw * (self.seq_length - 2 * SHORTEST_CHUNK + 1))

@@ -18,8 +18,13 @@ def check_has_sentences(
 ) -> None:
     """Raise InputError unless a corpus was split into sentences.
 
-    Without metadata that record it, the corpus must have more `sequences` than `documents`: only
-    metadata distinguish documents of one sentence each from whole documents.
+    Args:
+        prefix: Path of the corpus without extension, for the error.
+        metadata: Metadata of the corpus, which record the splitting; None for a corpus of
+            Megatron's own tool. Without a record, the corpus must have more `sequences` than
+            `documents`.
+        sequences: Number of sequences in the .idx.
+        documents: Number of documents in the .idx.
     """
     if not (metadata and metadata.sentences) and sequences == documents:
         raise InputError(
@@ -59,7 +64,7 @@ class SentencePackedDataset(CorpusPackedDataset):
         self._pack_starts = lru_cache(maxsize=2)(self._compute_pack_starts)
 
     def epoch_of_sample(self, sample: int) -> int:
-        """Return the epoch, from 0, in which the pack of `sample` starts.
+        """Return the 0-based epoch in which the pack of the 0-based `sample` starts.
 
         Raises:
             IndexError: `sample` is negative.
@@ -71,15 +76,15 @@ class SentencePackedDataset(CorpusPackedDataset):
         return bisect_right(self._first_samples, sample) - 1
 
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """Return the number of the first sample whose pack starts in or after `epoch`."""
+        """Return the index of the first sample whose pack starts in or after `epoch`."""
         while len(self._first_samples) <= epoch:
             self._append_epoch()
         return self._first_samples[epoch]
 
     def start_of_pack(self, pack: int) -> int:
-        """Return the token position in the stream of all epochs at which a pack begins.
+        """Return the position, in tokens of the endless stream, at which a pack begins.
 
-        `pack` is its number in stream order, from 0.
+        `pack` is its 0-based index in the stream, over all epochs.
         """
         epoch = self.epoch_of_sample(pack)
         start = self._pack_starts(epoch)[pack - self._first_samples[epoch]]

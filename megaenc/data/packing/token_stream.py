@@ -25,15 +25,17 @@ class DocumentSource(Protocol):
     ) -> np.ndarray:
         """Return tokens starts[i]..stops[i]-1 of each documents[i], joined, as int64.
 
-        Each span has at least one token.
+        All three are int64[n]; positions are 0-based within each document. Each span has at least
+        one token.
         """
 
 
 class TokenStream(ABC):
-    """Endless token sequence of a corpus, readable at any position.
+    """Base class of an endless token sequence of a corpus, readable at any position.
 
     Its documents are joined in a new random order each epoch; those without tokens are left out. A
-    position is a number of tokens from the start of the stream.
+    position is a number of tokens from the start of the stream. Epochs are 0-based and have
+    `tokens_per_epoch` tokens each.
     """
 
     def __init__(self, corpus: object, seed: int):
@@ -59,7 +61,8 @@ class TokenStream(ABC):
         `count` is at least 1.
 
         Returns:
-            int64[count] token ids, and int32[D + 1] cu_seqlens from 0 to `count`.
+            int64[count] token ids, and int32[D + 1] cumulative lengths of the D pieces of documents
+            among them, from 0 to `count` (`cu_seqlens`).
         """
         tokens = []
         cu_seqlens = [np.zeros(1, dtype=np.int64)]
@@ -82,16 +85,16 @@ class TokenStream(ABC):
 
     @abstractmethod
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return the numbers of the documents with tokens in the order of `epoch`.
+        """Return the indices of the documents that hold tokens, in the order of `epoch`.
 
         Returns:
-            int64 or int32[documents].
+            int64 or int32[documents], indices in the corpus.
         """
 
     def permute_packs(self, count: int, epoch: int) -> Sequence[int] | np.ndarray:
-        """Return a random order of the `count` packs of `epoch`.
+        """Return a random order of the `count` packs of the 0-based `epoch`.
 
-        It is a permutation of range(count).
+        It is a permutation of range(count), int32 or int64[count].
         """
         return narrow_to_int32(
             counter_rng.permutation(self.seed, "packs", count, counters=(epoch,))
@@ -105,7 +108,7 @@ class DocumentStream(TokenStream):
     """
 
     def __init__(self, corpus: DocumentSource, documents: np.ndarray, seed: int):
-        """Build the stream of `documents`, int64[D] document numbers.
+        """Build the stream of `documents`, int64[D] indices of documents in the corpus.
 
         Raises:
             InputError: They hold no token.
@@ -136,7 +139,7 @@ class DocumentStream(TokenStream):
         return self.corpus.read_spans(self.documents[indices], starts, stops), stops - starts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return the numbers of the documents with tokens in the order of `epoch`."""
+        """Return the indices of the documents that hold tokens, in the order of `epoch`."""
         return self.documents[self.epoch_order(epoch)[0]]
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -151,7 +154,7 @@ class DocumentStream(TokenStream):
 
 
 def narrow_to_int32(values: np.ndarray) -> np.ndarray:
-    """Return a copy of non-negative integers as int32 if they all fit, else `values`.
+    """Return non-negative integers as int32 if they all fit, else `values` itself.
 
     It saves 400 MB for 100 million documents.
     """

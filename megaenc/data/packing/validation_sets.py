@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
     """Return the prefix of each corpus in --valid-data-path `NAME=PREFIX`, by name.
 
-    The order is that of the words. No corpus is looked for.
+    The order is that of `words`, the values of the flag. No corpus is looked for.
 
     Raises:
         InputError: A word has another form, or a name is given twice.
@@ -60,9 +60,10 @@ class UnshuffledPackedDataset(ConcatPackedDataset):
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Named corpus to validate on.
+    """Named corpus to validate on, as `ValidationSet.open` returns it.
 
-    If the run trains on it, only its held-out documents are used, else all.
+    `documents`, int64[D] indices or blocks, are the documents of `corpus` that are read: only the
+    held-out ones if the run trains on the corpus, else all.
     """
 
     name: str
@@ -90,13 +91,14 @@ class ValidationSet:
 
         Args:
             name: Name of the set.
-            prefix: Prefix of the corpus.
+            prefix: Path of the corpus's files without extension.
             vocabulary: The run's, which the corpus must fit.
             split: --split, which decides on the held-out documents of a corpus in
                 `train_fingerprints`.
             order: Data order, see `split_corpus`.
-            train_fingerprints: Fingerprints of the corpora that the run trains on.
-            opened: Corpora by the path of their .idx, see `open_corpora`.
+            train_fingerprints: `Corpus.fingerprint` of the corpora that the run trains on.
+            opened: Corpora by the path of their .idx, to which this one is added, see
+                `open_corpora`.
 
         Raises:
             InputError: The corpus cannot be used, or `split` holds none of its text out.
@@ -132,11 +134,11 @@ class ValidationSet:
 
     @property
     def identity(self) -> list[str]:
-        """Return [content hash, split], which together determine the text."""
+        """Return [`Corpus.fingerprint`, split], which together determine the text."""
         return [self.corpus.fingerprint, self.split]
 
     def pack(self, seq_length: int) -> BlendedDataset:
-        """Return the set's text in packs of `seq_length` tokens.
+        """Return the set's text in packs of `seq_length` tokens, not shuffled.
 
         They are endless; `samples_before_repeat` packs start in the first pass over the text.
         """

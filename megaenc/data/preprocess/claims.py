@@ -29,9 +29,10 @@ changes a minute late."""
 
 
 class Claim:
-    """Context manager of a claim of this process, whose file `path` exists already.
+    """Context manager of a claim, which reserves shared work for this process.
 
-    A thread renews the claim until the block ends, and it is then removed.
+    `ClaimDirectory.acquire` returns it, with its file `path` created. A thread renews the file
+    until the block ends, and it is then removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,17 +58,21 @@ class Claim:
 
 
 class ClaimDirectory:
-    """Claims in a shared directory, with a memory of when each was seen to change."""
+    """Claims of processes on named work, as files in a shared `directory`.
+
+    The processes may be on any number of nodes; a claim whose owner has died counts no more. An
+    instance remembers when it saw each claim change, so keep it between calls.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._last_changes: dict[Path, tuple[int, float]] = {}
 
     def acquire(self, name: str) -> Claim | None:
-        """Return a new claim on `name`, or None if a live process holds it.
+        """Return a new claim on the work `name`, or None if a live process holds it.
 
-        The caller must enter the claim at once, which is renewed from then on. A process of another
-        machine counts as dead only if calls over DEAD_SECONDS see no renewal.
+        It does not wait. The caller must enter the claim at once, which is renewed from then on. A
+        process of another machine counts as dead only if calls over DEAD_SECONDS see no renewal.
 
         Raises:
             FileNotFoundError: The directory is gone.

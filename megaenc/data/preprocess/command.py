@@ -94,7 +94,10 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
 
 
 def run_job(job: PreprocessJob) -> list[Path]:
-    """Write the corpora of a job, print a summary of each and return their prefixes."""
+    """Write the corpora of a job, print a summary of each and return their prefixes.
+
+    These are in the order of the JSON keys. Outputs and errors are those of `preprocess`.
+    """
     started = time.monotonic()
     partition = job.settings.work_directory / "part"
     with (
@@ -187,7 +190,7 @@ def _format_summary(corpus: CorpusMetadata) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc preprocess`: tokenize the input and print the counts.
 
-    It is also `tools/preprocess_data.py`.
+    `argv` are the flags; None: those of this process. It is also `tools/preprocess_data.py`.
     """
     silence_libraries()
     settings = flags.parse(PreprocessConfig, argv, prog="megaenc preprocess", description=__doc__)

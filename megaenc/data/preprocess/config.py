@@ -71,7 +71,7 @@ class PreprocessConfig(resolve.InputConfig):
 
     @property
     def uses_work_directory(self) -> bool:
-        """Return whether partitions are written and merged.
+        """Return whether partitions are written to `work_directory` first and then merged.
 
         Deduplication needs it too: duplicates are known only when all documents have been read.
         """
@@ -79,7 +79,7 @@ class PreprocessConfig(resolve.InputConfig):
 
     @property
     def work_directory(self) -> Path:
-        """Return the path of the directory of the partitions."""
+        """Return the path of the directory of the partitions, OUTPUT_PREFIX_parts."""
         return Path(f"{self.output_prefix}_parts")
 
     def deduplication(self) -> Deduplication | None:

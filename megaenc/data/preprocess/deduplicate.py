@@ -40,7 +40,8 @@ _HIGH_BITS = 32
 class Deduplication:
     """Method of removing duplicates, with its parameters, which are for `minhash`.
 
-    It is picklable, and callable from texts to their band keys.
+    Called with D texts, it returns their band keys, uint64[bands, words, D]: documents of which the
+    keys of any band are equal are duplicates, see `find_duplicates`. It is picklable.
     """
 
     method: Literal["exact", "minhash"]
@@ -60,7 +61,7 @@ class Deduplication:
         return 2 if self.method == "exact" else 1
 
     def describe(self) -> dict[str, Any]:
-        """Return method and parameters for plan and metadata.
+        """Return method and parameters as JSON values, for plan.json and the metadata.
 
         For minhash they have the version of rensa's algorithm.
 
@@ -78,7 +79,11 @@ class Deduplication:
         }
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Return uint64[bands, words, documents], the keys of the texts."""
+        """Return uint64[bands, words, documents], the band keys of `texts`.
+
+        Raises:
+            InputError: The package rensa is needed and missing.
+        """
         if not texts:
             return np.empty((self.bands, self.words, 0), np.uint64)
         texts = [replace_surrogates(text) for text in texts]
@@ -159,7 +164,7 @@ def find_duplicates(
     Args:
         documents: Number of documents.
         bands: Number of bands.
-        read_band: Function of a band's number, from 0, that yields uint64[words, n], the keys of
+        read_band: Function of a band's 0-based index that yields uint64[words, n], the keys of
             successive documents; called several times for each band of a large corpus.
         label: Name of the progress line.
     """

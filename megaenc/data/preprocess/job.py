@@ -38,8 +38,8 @@ _MAX_THREADS = 4
 class CorpusOutputs:
     """Corpora that are being written, in the order of the JSON keys.
 
-    Each has a writer, the number of duplicates removed, and after the block metadata. `counts` are
-    those of the whole input, which the caller sets.
+    `PreprocessJob.open_outputs` yields it. The block fills the `writers`, `removed` (duplicates of
+    each key) and `counts` of the whole input; `metadata` are there after the block.
     """
 
     writers: list[IndexedWriter]
@@ -50,7 +50,11 @@ class CorpusOutputs:
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """Inputs, outputs and tokenizer of one preprocessing run."""
+    """Inputs, outputs and tokenizer of one preprocessing run; built by `prepare_job`.
+
+    `prefixes` are the output paths without extension, in the order of the JSON keys. `identity`
+    and `vocab_size` are those of the tokenizer, for the metadata.
+    """
 
     settings: PreprocessConfig
     prefixes: list[Path]
@@ -62,7 +66,8 @@ class PreprocessJob:
     def build_plan(self) -> dict[str, object]:
         """Return the contents of plan.json, all that decides the bytes of partitions.
 
-        These are flags, paths, sizes and times of input files, models and version.
+        These are flags, paths, sizes and times of input files, models and version. Processes with
+        equal plans share a work directory.
         """
         files = hashlib.sha256()
         for entry in self.inputs.file_stats():
@@ -93,7 +98,8 @@ class PreprocessJob:
         Threads are used if they are as fast as processes, which need a second and a tokenizer each.
 
         Returns:
-            Context manager of the pool, whose value is the function that tokenizes.
+            Context manager of the pool, whose value is the function that tokenizes: it takes an
+            iterable of TextBlocks and yields a TokenizedBlock for each, in order.
         """
         tokenizer = self.block_tokenizer
         # Blocks of these sources are small.
@@ -115,6 +121,8 @@ class PreprocessJob:
         """Tokenize part of the input, pass it to the writers and return its counts.
 
         Args:
+            tokenize: Function of a pool, see `start_workers`.
+            writers: Writer of each JSON key, to which documents are added; not finished.
             band_keys: By key a list to which the band keys of documents are added; empty without
                 deduplication.
             ranges: Ranges of the input; None: all of it.
@@ -176,7 +184,8 @@ class PreprocessJob:
     def open_outputs(self, check: Callable[[dict[str, str]], None]) -> Iterator[CorpusOutputs]:
         """Yield all corpora to fill; afterwards write metadata and rename the files.
 
-        If the block fails, no file appears.
+        The block fills the writers and sets `counts`, and does not finish the writers. If the block
+        fails, no file appears.
 
         Args:
             check: Called before renaming with the sha256 of each file by name; it may refuse by

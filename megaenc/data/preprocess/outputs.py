@@ -65,7 +65,7 @@ def refuse_outputs(prefixes: Sequence[Path], work_directory: Path | None = None)
     """Raise InputError if a .bin, .json or .idx of one of the corpora exists.
 
     Files with the sha256 that the record of a merge in `work_directory` lists may be overwritten:
-    an interrupted merge wrote them.
+    an interrupted merge wrote them. With None, none may.
     """
     paths = output_files(prefixes)
     existing = [path for path in paths if os.path.lexists(path)]

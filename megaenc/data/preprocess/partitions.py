@@ -23,7 +23,11 @@ def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
 
     These are in the order of the JSON keys. Missing partitions are written unless another process
     writes them, then all are merged unless another process does so. Any number of processes may
-    call it with an equal job; each returns when the corpora exist.
+    call it with an equal job; each returns when the corpora exist. Progress is printed, and after
+    an error how to resume.
+
+    Raises:
+        InputError: An input is bad, a directory cannot be used, or outputs exist already.
     """
     ranges = resolve.partition_inputs(job.inputs, job.settings.partitions)
     count = len(ranges)
@@ -67,10 +71,15 @@ def write_missing(
 ) -> None:
     """Write missing partitions that no other process claims, until all are done.
 
-    It also waits for those of other processes. `ranges` has the ranges of each partition.
+    It also waits for those of other processes.
+
+    Args:
+        directory: Work directory, which is open.
+        ranges: Ranges of the input of each partition, see `resolve.partition_inputs`.
 
     Raises:
         FileNotFoundError: The directory is gone.
+        InputError: An input is bad, or the directory cannot be written to.
     """
     missing = directory.missing_partitions()
     if len(missing) < directory.count:

@@ -49,7 +49,7 @@ class PunktModel:
 def load_installed_punkt(language: str) -> PunktModel | None:
     """Return nltk's installed Punkt model of `language`, or None if there is none.
 
-    Nothing is downloaded.
+    `language` is a name such as `english`. Nothing is downloaded.
 
     Raises:
         InputError: The name of the language is invalid.

@@ -43,8 +43,8 @@ _KNOWN_FILES = re.compile(
 class Partition:
     """Partition that is being written, in the order of the JSON keys.
 
-    Each key has a writer and, for deduplication, the band keys of successive documents, as
-    `TokenizedBlock.band_keys` has them. The caller fills all of them, and `counts` by name.
+    `WorkDirectory.new_partition` yields it. The block adds documents to the writer of each key and,
+    for deduplication, their `TokenizedBlock.band_keys` to the list of each key, and sets `counts`.
     """
 
     writers: list[IndexedWriter]
@@ -53,10 +53,11 @@ class Partition:
 
 
 class WorkDirectory:
-    """Directory of partitions 0..count-1 of a plan, on which their bytes depend.
+    """Directory of the `count` partitions of a preprocessing run, shared by processes.
 
-    The plan has a field per flag. Each partition has a .bin and .idx per key and a JSON record of
-    plan, counts and hashes. Nothing is read or written before `open`.
+    The bytes of partitions depend on the `plan` (see `PreprocessJob.build_plan`). Each partition,
+    of 0-based index, has a .bin and .idx for each of `keys` and a JSON record of plan, counts and
+    hashes. Nothing is read or written before `open`.
     """
 
     def __init__(
@@ -102,27 +103,28 @@ class WorkDirectory:
                 )
 
     def is_gone(self) -> bool:
-        """Return whether there is no directory of this plan.
+        """Return whether there is no directory of this plan at the path (any more).
 
         It was removed after the merge, or replaced.
         """
         return read_json_or_empty(self.path / _PLAN) != self._plan
 
     def missing_partitions(self) -> list[int]:
-        """Return the numbers, from 0, of partitions that are not complete."""
+        """Return the 0-based indices, ascending, of partitions that are not complete."""
         return [index for index in range(self.count) if not self.is_complete(index)]
 
     def is_complete(self, index: int) -> bool:
-        """Return whether a partition is complete.
+        """Return whether the partition of 0-based `index` is complete.
 
         It has a valid JSON record of this plan, and files of the recorded sizes.
         """
         return self._read_record(index) is not None
 
     def acquire(self, index: int | None) -> Claim | None:
-        """Return a claim on a partition, or on the merge if `number` is None.
+        """Return a claim on the partition of 0-based `index`, or on the merge for None.
 
-        None if a live process holds it.
+        The result is None if a live process holds it. The caller must enter the claim at once, see
+        `ClaimDirectory.acquire`.
 
         Raises:
             InputError: The directory cannot be written to.
@@ -137,10 +139,10 @@ class WorkDirectory:
 
     @contextlib.contextmanager
     def new_partition(self, index: int) -> Iterator[Partition]:
-        """Yield a partition to fill, whose files appear after the block or not at all.
+        """Yield the partition of 0-based `index` to fill, and write its files.
 
-        The record appears last. Files of the same partition are replaced. The caller should hold a
-        claim on it.
+        They appear after the block, only if it succeeds, the record last. The writers are finished
+        here. Files of the same partition are replaced. The caller should hold a claim on it.
 
         Raises:
             InputError: The directory is gone.
@@ -186,7 +188,8 @@ class WorkDirectory:
         Duplicates stay if there is no deduplication. The writers are not finished.
 
         Returns:
-            The sums of the partitions' counts, and the number of duplicates of each key.
+            The sums of the partitions' counts by name, and the number of duplicates left out of
+            each key.
 
         Raises:
             InputError: A partition changed or is missing.
@@ -246,7 +249,7 @@ class WorkDirectory:
             ) from None
 
     def leave(self) -> int:
-        """Return the number of complete partitions after an error.
+        """Return the number of complete partitions, when a process stops after an error.
 
         The directory is removed if it holds nothing but its plan: no partition and no claim.
         """

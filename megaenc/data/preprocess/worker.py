@@ -17,7 +17,9 @@ from megaenc.data.tokenizer.special_tokens import SpecialTokens
 class TokenizedBlock:
     """Tokens of the documents of a block, by JSON key, with counts and position.
 
-    Documents without tokens are left out of the lists, separately for each key.
+    The lists `tokens`, `lengths`, `counts` and `band_keys` have one array for each key, in the
+    order of `BlockTokenizer.keys`. Documents without tokens are left out of them, separately for
+    each key; `documents` counts them.
     """
 
     tokens: list[np.ndarray]
@@ -42,10 +44,12 @@ class TokenizedBlock:
 
 @dataclass(frozen=True)
 class BlockTokenizer:
-    """Callable that turns a TextBlock into a TokenizedBlock.
+    """Callable that turns a TextBlock into a TokenizedBlock; picklable for workers.
 
-    It parses, splits by `punkt` if set, encodes, and adds special tokens. With `deduplication` it
-    also computes the band keys of each document.
+    It parses the texts under `keys`, splits them into sentences by `punkt` (None: not), encodes
+    them, and adds `special_tokens` to each document; token arrays have `dtype`. With
+    `deduplication` it also computes the band keys of each document. With `skip_bad` a bad document
+    is counted, not an error.
     """
 
     encoder: FastEncoder
@@ -60,7 +64,7 @@ class BlockTokenizer:
         """Parse and tokenize a block.
 
         Raises:
-            InputError: A document is bad, unless `skip_bad`.
+            InputError: A document is bad, unless `skip_bad`, or a file cannot be read.
         """
         documents = block.parse(self.keys, self.skip_bad)
         columns = [

@@ -30,7 +30,7 @@ _HUB_FILE_BYTES = 1 << 28  # assumed size of a Hub file, for partitions of simil
 
 @dataclass(frozen=True)
 class TableBlock(TextBlock):
-    """Block of table rows, each a document."""
+    """Block of table rows, each a document, as an Arrow stream of its text columns."""
 
     name: str
     first_row: int
@@ -60,11 +60,14 @@ class TableBlock(TextBlock):
 class ParquetFile(TextSource):
     """Text source of a Parquet file, whose rows are documents.
 
-    Split points are numbers of row groups.
+    Split points are 0-based indices of row groups.
     """
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
         """Read the footer of the file.
+
+        Args:
+            keys: Columns of the texts.
 
         Raises:
             InputError: It is not Parquet or lacks a text column for one of `keys`.
@@ -141,9 +144,10 @@ class ParquetFile(TextSource):
 
 
 class SavedDatasetFile(TextSource):
-    """Text source of one Arrow file written by `save_to_disk`.
+    """Text source of one Arrow file written by `save_to_disk` of datasets.
 
-    Rows are documents, and split points are row numbers from 0. The columns `keys` are not checked.
+    Rows are documents, and split points are 0-based row indices. The columns `keys` are not
+    checked.
     """
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
@@ -192,6 +196,7 @@ def find_saved_dataset_files(
     """Return a source per Arrow file of a data set that `save_to_disk` wrote.
 
     Args:
+        directory: Directory of the data set.
         split: Name of the split; `train` for a data set without splits.
         keys: Columns of the texts.
 
@@ -224,7 +229,7 @@ def find_saved_dataset_files(
 class HubDataset(TextSource):
     """Text source streamed from a data set on the Hugging Face Hub.
 
-    Rows are documents, split points are file numbers. The size is a guess.
+    Rows are documents, split points are 0-based indices of files. The size in bytes is a guess.
     """
 
     is_size_known = False
@@ -265,7 +270,7 @@ class HubDataset(TextSource):
         self.size = self.end * _HUB_FILE_BYTES
 
     def find_split_point(self, offset: int) -> int:
-        """Return the number of the first file at or after byte `offset`.
+        """Return the index of the first file at or after byte `offset`.
 
         Each file counts as 256 MiB.
         """
@@ -301,7 +306,10 @@ class HubDataset(TextSource):
 def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
     """Raise InputError unless a table has one text column for each of `keys`.
 
-    Columns may be dictionaries of texts. `name` names the table in errors.
+    Columns may be dictionaries of texts.
+
+    Args:
+        name: Name of the table in errors.
     """
     check_columns(name, schema.names, keys)
     for key in keys:

@@ -19,7 +19,9 @@ from megaenc.errors import InputError
 class TextSource(ABC):
     """Base class of a text source: documents in a fixed order.
 
-    They are read between split points.
+    They are read between split points. Split points are numbers from 0 to `end` at which a
+    partition of the input may begin, such as bytes of a file or row groups. `size` is in bytes on
+    disk.
     """
 
     name: str
@@ -35,7 +37,7 @@ class TextSource(ABC):
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
         """Return the `file_stats` of the files between two split points.
 
-        By default, these are all files.
+        Each is (path, bytes, modification time in ns). By default, these are all files.
         """
         return self.file_stats
 
@@ -48,10 +50,13 @@ class TextSource(ABC):
 
     @abstractmethod
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
-        """Yield the documents from split point `start` to `stop` as blocks.
+        """Yield the documents from split point `start` to `stop` (excluded) as blocks.
 
         `before`, the bytes on disk of earlier sources, is added to the positions of blocks.
         Documents are read as the iterator goes on.
+
+        Raises:
+            InputError: The source cannot be read.
         """
 
 
@@ -74,7 +79,8 @@ def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
 class LineFile(TextSource):
     """Text source of a JSONL file, or of lines or paragraphs of a text file.
 
-    Each of them is a document.
+    Each line or paragraph is a document. Split points are bytes at which a line starts; a file that
+    must be read whole has only 0 and 1.
     """
 
     def __init__(self, path: str, sample_by: str | None, encoding: str = UTF8) -> None:
@@ -107,7 +113,8 @@ class LineFile(TextSource):
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         """Yield the lines that begin in bytes start..stop-1 as LineBlocks.
 
-        Compressed files, paragraphs and encodings other than UTF-8 are read whole.
+        Compressed files, paragraphs and encodings other than UTF-8 are read whole. `before` bytes
+        are added to the positions of blocks.
         """
         if start == stop:
             return iter(())
@@ -122,7 +129,7 @@ class LineFile(TextSource):
 class TextGroup(TextSource):
     """Text source of several text files, each a document.
 
-    Split points are file numbers.
+    Split points are 0-based indices of files.
     """
 
     def __init__(self, paths: Sequence[str], encoding: str = UTF8) -> None:
@@ -139,7 +146,7 @@ class TextGroup(TextSource):
         return self.file_stats[start:stop]
 
     def find_split_point(self, offset: int) -> int:
-        """Return the number of the first file that starts at or after byte `offset`.
+        """Return the index of the first file that starts at or after byte `offset`.
 
         The files count as laid end to end.
         """

@@ -26,7 +26,7 @@ MAX_CELL_LENGTH = 1 << 26
 
 @dataclass(frozen=True)
 class RowBlock(TextBlock):
-    """Block of rows of a CSV or TSV file, each a document."""
+    """Block of rows of a CSV or TSV file, each a document; `DelimitedFile` yields it."""
 
     path: str
     rows: list[tuple[int, tuple[str, ...] | InputError]]
@@ -69,6 +69,7 @@ class DelimitedFile(TextSource):
         """Read the header. A file without any row has no documents.
 
         Args:
+            path: File, plain or compressed with gzip or Zstandard.
             keys: Columns of the texts.
             is_csv: Whether cells may be quoted.
             encoding: Name of the encoding, see `find_encoding`.
@@ -108,8 +109,8 @@ class DelimitedFile(TextSource):
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[RowBlock]:
         """Yield all rows as RowBlocks of about 4 MiB; none if `start` is `stop`.
 
-        `before` bytes are added to their positions. A row with another number of cells than the
-        header is a bad document.
+        `before` bytes are added to their positions. Parsing a row with another number of cells than
+        the header gives an error.
 
         Raises:
             InputError: The end of a row cannot be found because of a wrong quote.
@@ -160,10 +161,10 @@ def get_delimiter(is_csv: bool) -> str:
 
 
 def find_other_delimiter(header: str, delimiter: str) -> str | None:
-    """Return a usual delimiter that `header` has instead of `delimiter`.
+    """Return a usual delimiter that `header` has instead of `delimiter`, or None.
 
-    It is the first of `;`, tab, comma and `|` that is in `header`. None if `header` has
-    `delimiter`, or none of these.
+    `header` is the first line of a file. The result is the first of `;`, tab, comma and `|` that is
+    in it. None if `header` has `delimiter`, or none of these.
     """
     if delimiter in header:
         return None
@@ -175,7 +176,8 @@ def split_csv(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield (number of the first line, cells) of each record of a CSV file.
 
-    Lines count from 1. The header is a record too; empty records are left out.
+    Lines count from 1. The header is a record too; empty records are left out. The limit of cells
+    in Python's `csv` is set to MAX_CELL_LENGTH.
 
     Args:
         path: Name of the file, for errors.

@@ -72,7 +72,11 @@ class InputConfig:
 
 @dataclass(frozen=True)
 class ResolvedInputs:
-    """Text input of a command: its sources in order, metadata and messages."""
+    """Text input of a command, as `resolve_inputs` returns it.
+
+    It has the `sources` in order, metadata of each --input (`origins`) and lines to print for the
+    user (`messages`).
+    """
 
     sources: list[TextSource]
     origins: list[dict[str, Any]]
@@ -134,8 +138,8 @@ class ResolvedInputs:
 class DocumentRange:
     """Documents of one source between two of its split points.
 
-    `source` is its index in `ResolvedInputs.sources`. The documents begin at split point `start`
-    and end before `stop`.
+    `source` is its 0-based index in `ResolvedInputs.sources`. The documents begin at split point
+    `start` and end before `stop`, see `TextSource`.
     """
 
     source: int
@@ -146,10 +150,11 @@ class DocumentRange:
 def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs:
     """Return the sources of every --input, with their metadata and messages.
 
-    Files are opened, but only headers and footers are read; data sets of the Hub are looked up.
+    Files are opened, but only headers and footers are read; data sets of the Hub are looked up,
+    which is printed. The messages are not.
 
     Args:
-        keys: Keys or columns of the texts; columns must exist.
+        keys: JSON keys or columns of the texts; columns must exist.
 
     Raises:
         InputError: An input, its columns or a flag cannot be used.
@@ -247,7 +252,7 @@ def read_blocks(
 def read_texts(inputs: ResolvedInputs, key: str) -> Iterator[str]:
     """Yield the text under `key` of each document of the input, in order.
 
-    Text files have the same text under every key.
+    `key` is a JSON key or a column. Text files have the same text under every key.
 
     Raises:
         InputError: The input or a document cannot be read, or has no text under `key`.
@@ -265,7 +270,8 @@ def full_ranges(inputs: ResolvedInputs) -> list[DocumentRange]:
 def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRange]]:
     """Return 1 to `count` partitions of the input, each a list of ranges.
 
-    They are in order, of similar size in bytes on disk, and together hold all documents.
+    They are in order, of similar size in bytes on disk, and together hold all documents. There are
+    fewer than `count` if the sources have too few split points.
     """
     ends = list(accumulate(source.size for source in inputs.sources))
     boundaries = [(0, 0)]
@@ -293,7 +299,8 @@ def partition_inputs(inputs: ResolvedInputs, count: int) -> list[list[DocumentRa
 def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> tuple[float, float]:
     """Return the bytes on disk of the input before `ranges`, and those in them.
 
-    Both are estimated by split points. There is at least one range, and they follow each other.
+    Both are estimates from split points. There is at least one range, and each begins where the
+    one before it ends.
     """
     before = [0, *accumulate(source.size for source in inputs.sources)]
 

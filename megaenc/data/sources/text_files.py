@@ -43,7 +43,11 @@ _COMPRESSION_ERRORS = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)
 
 
 class ParsedDocuments(NamedTuple):
-    """NamedTuple of the documents of one parsed block."""
+    """NamedTuple of the documents of one parsed block: `texts` and `skipped`.
+
+    `texts` has a tuple for each document, with one text for each requested key in order; `skipped`
+    is the number of bad documents left out.
+    """
 
     texts: list[tuple[str, ...]]
     """One tuple per document, with a text per requested key."""
@@ -54,7 +58,8 @@ class ParsedDocuments(NamedTuple):
 class TextBlock(ABC):
     """Base class of a block of unparsed documents: lines, table rows or whole files.
 
-    It fits into memory and is picklable.
+    It fits into memory and is picklable. `position` is the number of bytes on disk (compressed) of
+    the whole input up to the block's end, for progress.
     """
 
     position: int
@@ -67,9 +72,13 @@ class TextBlock(ABC):
         return len(self.data)
 
     def parse(self, keys: Sequence[str], skip_bad: bool) -> ParsedDocuments:
-        """Return the texts of each document under `keys`, and count bad documents.
+        """Return the texts of each document under `keys`, and the number of bad documents.
 
         Blank lines are no documents; a text of a table or of JSON may be empty.
+
+        Args:
+            keys: JSON keys or columns, whose texts each document has in this order.
+            skip_bad: Leave out and count bad documents instead of raising an error.
 
         Raises:
             InputError: A document is bad, unless `skip_bad`, or a file cannot be read; names the
@@ -177,7 +186,7 @@ class FileBlock(TextBlock):
     def size(self) -> int:
         """Return the number of decompressed bytes of all files.
 
-        They are read at the first use.
+        They are read at the first use, and kept.
         """
         return sum(map(len, self._contents))
 
@@ -197,7 +206,7 @@ class FileBlock(TextBlock):
 
 @contextlib.contextmanager
 def open_decompressed(path: str, encoding: str = UTF8) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a plain, gzip or Zstandard file as a stream of UTF-8.
+    """Open a plain, gzip or Zstandard file as a stream of UTF-8, as a context manager.
 
     Its first bytes tell the compression, not its name.
 
@@ -311,8 +320,9 @@ def read_line_blocks(
         start: Beginning of a line; 0 for compressed files and those in another `encoding`, which
             are read as a whole.
         stop: End in bytes, a line start or the length of the file; None: that length.
-        before: Bytes added to positions.
-        sample_by: See LineBlock; with `paragraph`, blocks hold whole paragraphs.
+        before: Bytes on disk of earlier sources, which are added to positions.
+        sample_by: `line` or `paragraph` for text, None for JSONL; with `paragraph`, blocks hold
+            whole paragraphs.
 
     Raises:
         InputError: The file cannot be read or is damaged, or `stop` is inside a line or after the
@@ -364,7 +374,7 @@ def read_line_blocks(
 
 
 def find_line_start(path: str, offset: int) -> int:
-    """Return the number of the first byte from `offset` on at which a line begins.
+    """Return the position of the first byte, from `offset` on, at which a line begins.
 
     It is the file's length if there is none, and 0 for an `offset` up to 0. The file must not be
     compressed.

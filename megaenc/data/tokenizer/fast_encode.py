@@ -45,10 +45,10 @@ PROBES = (
 
 
 def load_backend(tokenizer_json: str) -> Tokenizer:
-    """Return the backend of a fast tokenizer from its serialization.
+    """Return the tokenizers.Tokenizer in the text of a tokenizer.json.
 
     Raises:
-        InputError: It cannot be loaded again, as one whose ids repeat.
+        InputError: It cannot be loaded, as one whose ids repeat.
     """
     try:
         return Tokenizer.from_str(tokenizer_json)
@@ -61,16 +61,21 @@ def load_backend(tokenizer_json: str) -> Tokenizer:
 class FastEncoder:
     """Encoder of documents by gigatoken if its ids match, else by tokenizers.
 
-    It is picklable, and needs no transformers.
+    Called with texts, it returns their ids without special tokens. It is picklable, and needs no
+    transformers.
     """
 
     def __init__(self, tokenizer_json: str, use_gigatoken: bool | None = None) -> None:
-        """Build an encoder from the serialized backend of a Hugging Face fast tokenizer.
+        """Build an encoder from the text of a tokenizer.json.
 
         Args:
+            tokenizer_json: Serialized backend of a Hugging Face fast tokenizer.
             use_gigatoken: True: gigatoken is used if it supports the tokenizer; False: it is not;
                 None: it is used if its ids on PROBES and on words of the vocabulary equal those of
                 tokenizers, too.
+
+        Raises:
+            InputError: The tokenizer cannot be loaded.
         """
         self._reference = load_backend(tokenizer_json)
         self._reference.no_padding()
@@ -102,7 +107,7 @@ class FastEncoder:
 
     @property
     def is_fast(self) -> bool:
-        """Return whether gigatoken encodes documents, not tokenizers.
+        """Return whether gigatoken encodes documents, instead of tokenizers.
 
         Documents with an added token that is not special are encoded by tokenizers in any case.
         """
@@ -112,7 +117,11 @@ class FastEncoder:
         return FastEncoder, (self._json, self.is_fast)
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each document as uint32[tokens]."""
+        """Return the ids of each text as uint32[tokens], in order.
+
+        No token is added before or after a text, special tokens spelled in it are text, and
+        unpaired surrogates become U+FFFD.
+        """
         texts = [replace_surrogates(text) for text in texts]
         if self._gigatoken is None:
             return self._encode_reference(texts)
@@ -125,7 +134,7 @@ class FastEncoder:
     def encode_concatenated(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts concatenated, and the token count of each text.
 
-        The ids are those of a call with the same texts.
+        The ids are those that the encoder returns when it is called with the same texts.
 
         Returns:
             uint32[tokens] and int64[texts].

@@ -24,9 +24,9 @@ _PROBED_TOKENS = 1000  # of the vocabulary, to find a text that has a token
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of special tokens before and after each text, and the mode that chose them.
+    """Ids of special tokens `before` and `after` each text, and their `mode`.
 
-    Without arguments there are none.
+    The mode of --special-tokens chose them. Without arguments there are none.
     """
 
     mode: SpecialTokensMode = "none"
@@ -66,7 +66,7 @@ class SpecialTokens:
         return self.before == other.before and self.after == other.after
 
     def surround(self, tokens: np.ndarray) -> np.ndarray:
-        """Return `tokens`, the ids of a text, between the special ones, as int64."""
+        """Return `tokens`, ids of a text, between the special ones, as int64[T + count]."""
         return np.concatenate([self.before, tokens, self.after]).astype(np.int64)
 
     def describe(self, tokenizer: "PreTrainedTokenizerFast") -> str:
@@ -112,11 +112,11 @@ def _iterate_texts(tokenizer: "PreTrainedTokenizerFast") -> Iterator[str]:
 def resolve_special_tokens(
     tokenizer: "PreTrainedTokenizerFast", mode: SpecialTokensChoice, flag: str = FLAG
 ) -> SpecialTokens:
-    """Return the special tokens of a mode for a tokenizer.
+    """Return the special tokens that a mode of --special-tokens gives to a text.
 
-    `eod` appends the tokenizer's `eos_token`, or else its `sep_token`. `template`, and an empty
-    `mode`, give its template; if that adds nothing, `eod`. An empty `mode` is `none` for a
-    tokenizer without any token to add.
+    `none` gives none. `eod` appends the tokenizer's `eos_token`, or else its `sep_token`.
+    `template`, and an empty `mode`, give the template of the tokenizer; if that adds nothing,
+    `eod`. An empty `mode` is `none` for a tokenizer without any token to add.
 
     Args:
         flag: Flag of the mode, which the error names.
@@ -147,8 +147,9 @@ def set_special_tokens(
 ) -> "PreTrainedTokenizerFast":
     """Return a tokenizer that adds exactly `special` to a text.
 
-    It is `tokenizer` itself if it does so already, else a changed copy. The copy ends, or begins,
-    the second text of a pair as the first one: `A <eos> B <eos>`.
+    It is `tokenizer` itself if it does so already, else a changed copy. Between the two texts of a
+    pair, the copy puts the tokens after a text, or if there are none those before it:
+    `A <eos> B <eos>`.
     """
     if special.is_same(read_template(tokenizer)):
         return tokenizer
@@ -160,8 +161,10 @@ def set_template(
 ) -> "PreTrainedTokenizerFast":
     """Return a copy of a tokenizer with `special` around a text or a pair.
 
-    The ids `between` stand between the texts of a pair. All token type ids are 0. The copy neither
-    truncates nor pads.
+    All token type ids are 0. The copy neither truncates nor pads.
+
+    Args:
+        between: Ids of the tokens between the two texts of a pair.
     """
     from tokenizers import Tokenizer
 

@@ -53,9 +53,11 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask
 def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTrainedTokenizerFast":
     """Return the Hugging Face fast tokenizer in a directory or of a Hub name.
 
+    No code of the tokenizer is run. A name that is no directory is looked up on the Hub.
+
     Raises:
-        InputError: It is missing, unreadable or slow; the message begins with `flag`, which names
-            it.
+        InputError: It is missing, unreadable, or no fast tokenizer (one with tokenizer.json); the
+            message begins with `flag`, which names it.
     """
     name = str(name_or_dir)
     directory = Path(name)
@@ -160,7 +162,7 @@ def _build_class_config(directory: Path, flag: str) -> Any:
 
 
 def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
-    """Return the Vocabulary of a tokenizer."""
+    """Return the Vocabulary of a tokenizer, which does not need transformers."""
     ids = tokenizer.get_vocab().values()
     special = {token for token in tokenizer.all_special_ids if token is not None}
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -177,7 +179,10 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
 
 
 def get_encoder(tokenizer: "PreTrainedTokenizerFast") -> FastEncoder:
-    """Return the FastEncoder of a tokenizer; the last four are cached."""
+    """Return the FastEncoder of a tokenizer, which adds no special tokens.
+
+    Building one takes time; the last four are cached.
+    """
     return _encoder(tokenizer.backend_tokenizer.to_str())
 
 
@@ -187,7 +192,7 @@ _encoder = lru_cache(maxsize=4)(FastEncoder)
 def encode_documents(
     tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]
 ) -> list[np.ndarray]:
-    """Return the ids of each text as uint32[tokens].
+    """Return the ids of each text as uint32[tokens], in order.
 
     No token is added, special tokens spelled in a text are text, and unpaired surrogates become
     U+FFFD.
@@ -229,14 +234,16 @@ def decode_in_spans(
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Return a byte-level BPE tokenizer of at most `vocab_size` ids.
+    """Train and return a byte-level BPE tokenizer of at most `vocab_size` ids.
 
     The same `texts` give the same one. `<|eos|>` (id 0) ends documents and pads, `<|mask|>` (id 1)
     hides a token. Encoding and decoding preserve any text. Small corpora may give fewer ids. Longer
     words than MAX_WORD_BYTES are cut there, only for training. A signal ends the training at once.
 
     Args:
-        vocab_size: At least MIN_VOCABULARY, which is not checked: lower values give as many ids.
+        texts: Documents, read once.
+        vocab_size: At least MIN_VOCABULARY (258), which is not checked: lower values give as many
+            ids.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

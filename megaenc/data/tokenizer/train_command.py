@@ -39,6 +39,8 @@ class TrainTokenizerConfig(InputConfig):
 def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
     """Train a tokenizer on the input, write it atomically and print its size.
 
+    It is written to the directory `settings.output`, which must be empty or missing.
+
     Raises:
         InputError: Input or output is unusable.
     """
@@ -75,7 +77,10 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc tokenizer`: train a tokenizer on the input and write its directory."""
+    """Run `megaenc tokenizer`: train a tokenizer on the input and write its directory.
+
+    `argv` are the flags; None: those of this process.
+    """
     silence_libraries()
     settings = flags.parse(
         TrainTokenizerConfig, argv, prog="megaenc tokenizer", description=__doc__

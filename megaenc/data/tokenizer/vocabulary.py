@@ -11,6 +11,7 @@ import numpy as np
 class TokenEnd(IntEnum):
     """Kind of a token by its last character, an IntEnum.
 
+    Together with the next token, it decides where a word begins (`Vocabulary.word_codes`).
     LINE_END is a line feed or carriage return, SPACE other white space. A word begins after a BREAK
     in any case. SAME is the kind of the token before.
     """
@@ -32,7 +33,9 @@ class TokenEnd(IntEnum):
 class Vocabulary:
     """Properties of a tokenizer: number of ids, ids of special tokens, fingerprint.
 
-    Ids are 0..size-1, added tokens included.
+    `read_vocabulary` builds it. Ids are 0..size-1, added tokens included. `eos_id` (EOS, else SEP)
+    and `mask_id` are None if the tokenizer lacks them; `special_ids` are all ids that are not text,
+    ascending; `fingerprint` is equal for tokenizers that give all texts the same ids.
     """
 
     size: int
@@ -54,16 +57,17 @@ class Vocabulary:
     def word_codes(self) -> bytes:
         """Return the word code of each id, little-endian uint16; empty if unknown.
 
-        Bits 0 to 6: whether a word begins with the token after each of the first seven kinds of
-        `TokenEnd`; high byte: its own.
+        `starts_words` reads them. Bits 0 to 6 tell whether a word begins with the token after each
+        of the first seven kinds of `TokenEnd`; the high byte is the token's own kind.
         """
         return self.code_words()
 
     @cached_property
     def text_fingerprint(self) -> str:
-        """Return the fingerprint without the tokenizer's template.
+        """Return the fingerprint without the tokenizer's template of special tokens.
 
-        It is equal for tokenizers that give a text the same ids.
+        It is a sha256 in hex, equal for tokenizers that give a text the same ids apart from the
+        special tokens around it.
         """
         return self.hash_text_rules()
 
@@ -77,7 +81,8 @@ class Vocabulary:
     def starts_words(self, tokens: np.ndarray) -> np.ndarray:
         """Return bool[T], whether a word begins with each of `tokens`, int64[T].
 
-        The first is always true, and all are without `word_codes`.
+        They are successive ids of a text. The first is always True. All are if `word_codes` are
+        unknown.
         """
         starts = np.ones(len(tokens), dtype=bool)
         if not self.word_codes or not len(tokens):
