@@ -41,10 +41,10 @@ def resolve_path(path: Path) -> Path:
 def atomic_files(
     *paths: Path, before_rename: Callable[[], None] | None = None
 ) -> Iterator[list[Path]]:
-    """Write `paths` together, under temporary paths that are renamed after the block.
+    """Yield a temporary path for each of `paths`; rename all of them after the block.
 
-    Yields a temporary path for each, next to it in its existing directory; the block must create
-    all. After the block they are synced to disk and renamed in order, or removed on an error. New
+    Each is next to its path, in a directory that must exist; the block must create all files.
+    After the block they are synced to disk and renamed in order, or removed on an error. New
     files appear together or not at all, but for a kill between two renames: the last path marks the
     set as complete. Each existing file is replaced by itself, so a set of them may be left half old
     and half new.
@@ -96,7 +96,8 @@ def _rename_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
 def find_stale_temp_files(*paths: Path) -> list[Path]:
     """Return, sorted, the temporary files for `paths`, all of one directory.
 
-    Those of live writers are among them. Empty if the directory is unreadable.
+    They are those of `atomic_files` and `atomic_dir`, of live writers too. Empty if the directory
+    is unreadable.
     """
     names = "|".join(re.escape(path.name) for path in paths)
     temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
@@ -119,16 +120,19 @@ def remove_path(path: Path) -> None:
 
 
 def longest_file_name(*paths: Path) -> str:
-    """Return the temporary file name with the most bytes for any of `paths`."""
+    """Return the longest file name, in bytes, that writing any of `paths` needs.
+
+    It is that of a temporary file, for checks against the file system's limit.
+    """
     return max(
         (temporary_path(path).name for path in paths), key=lambda name: len(os.fsencode(name))
     )
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the path `.NAME.PID-RANDOM.tmp` next to `path`, unique to this call.
+    """Return a path next to `path` for a temporary file, unique to this call.
 
-    Nothing is created.
+    Its name is `.NAME.PID-RANDOM.tmp`. Nothing is created.
     """
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
@@ -196,6 +200,8 @@ def convert_write_errors(
 ) -> Iterator[None]:
     """Convert errors of writing in the block into an InputError that names `path`.
 
+    Other errors, also OSErrors, pass.
+
     Args:
         path: File or directory that is written.
         errnos: Numbers of the OSErrors that are converted; all if there are none. Any error is, if
@@ -258,7 +264,8 @@ def atomic_write(path: Path, text: str) -> None:
 class FileLock:
     """Exclusive flock on the file `path`, from `acquire` to `release` or process end.
 
-    `created` tells whether `acquire` has created the file.
+    `created` tells whether `acquire` has created the file. The file is never removed here;
+    `try_lock` does so.
     """
 
     def __init__(self, path: Path) -> None:
@@ -297,9 +304,9 @@ class FileLock:
         raise OSError(errno.ESTALE, "its inode number keeps changing")
 
     def is_held(self) -> bool:
-        """Return whether the locked file is still the one at `path`; only after `acquire`.
+        """Return whether the locked file is still the one at `path`.
 
-        False if it was removed or replaced since.
+        False if it was removed or replaced since. Call it only while this process has the lock.
         """
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
@@ -315,9 +322,9 @@ class FileLock:
 def try_lock(path: Path) -> Iterator[bool]:
     """Try to lock the file `path` without waiting; yield whether that worked.
 
-    If so, the file is removed after the block. Missing parent directories are created. A lock ends
-    with its process. On a file system without locks every process gets it, so code that runs under
-    a lock must write atomically and deterministically.
+    The lock is held during the block, and the file is removed after it. Missing parent directories
+    are created. A lock ends with its process. On a file system without locks every process gets it,
+    so code that runs under a lock must write atomically and deterministically.
 
     Raises:
         InputError: The file cannot be created.
@@ -341,7 +348,8 @@ def try_lock(path: Path) -> Iterator[bool]:
 def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
     """Wait up to `seconds` to lock the file `path`; yield whether that worked.
 
-    If so, the file is removed after the block. Errors are those of `try_lock`.
+    By default there is no limit. The block runs without the lock too. The lock is held during the
+    block, and the file is removed after it. Errors are those of `try_lock`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -353,10 +361,9 @@ def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether any process has locked the file `path`, without changing it.
+    """Return whether any process, this one too, has locked the file `path`.
 
-    This process counts too. False if the file is missing or unreadable, or its file system has no
-    locks.
+    The file is not changed. False if it is missing or unreadable, or its file system has no locks.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

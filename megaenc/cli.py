@@ -190,7 +190,11 @@ def _command_groups() -> set[str]:
 
 
 def format_usage(group: str = "") -> str:
-    """Return the help text of `megaenc`, or of `megaenc GROUP` with only its commands."""
+    """Return the help text of `megaenc`, or of `megaenc GROUP` with only its commands.
+
+    Args:
+        group: First word of two-word commands, such as `finetune`; empty for all commands.
+    """
     descriptions = {
         name: text
         for name, (_, text) in COMMANDS.items()

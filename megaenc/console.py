@@ -94,9 +94,10 @@ def build_rich_console(**options: Any) -> Any:
 
 
 def print_rank_0(text: str) -> None:
-    """Print `text` on rank 0, control characters other than newline and tab escaped.
+    """Print `text` as a line on rank 0; other ranks do nothing.
 
-    Listeners of `capture_messages` get the same text, on rank 0 too.
+    Control characters other than newline and tab are escaped. Listeners of `capture_messages` get
+    the same text, on rank 0 too.
     """
     if not get_rank():
         text = escape_unprintable(text, keep="\n\t")
@@ -112,7 +113,7 @@ _LISTENERS: list[Callable[[str], None]] = []
 def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
     """Call `listener` in the block with each text that `print_rank_0` prints.
 
-    Progress lines are not passed on.
+    The text is printed too. Progress lines are not passed on.
     """
     _LISTENERS.append(listener)
     try:
@@ -122,7 +123,7 @@ def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def discard_output() -> None:
-    """Redirect standard output to /dev/null.
+    """Redirect standard output to /dev/null, when it can no longer be written to.
 
     Otherwise Python would fail to flush it at exit.
     """
@@ -140,9 +141,9 @@ def _ignore_closed_output() -> Iterator[None]:
 
 
 class ProgressRow(NamedTuple):
-    """Row of a live display: `text`, `stage`, a bar, and `tail` behind the bar.
+    """Row of `ProgressLine.update`: `text`, `stage`, a bar, and `tail` behind the bar.
 
-    The bar is for `done` of `total`; None: unknown.
+    The bar is for `done` of `total`, in any unit; a `total` of None is unknown.
     """
 
     text: str
@@ -155,22 +156,21 @@ class ProgressRow(NamedTuple):
 class ProgressLine:
     """Context manager of rank 0's progress line, which is live on a terminal.
 
-    The line has description, bar, percentage, fields and time left. In a file or pipe it is a plain
-    line at most every `interval` seconds, and one at the end unless an exception occurred.
-
-    Args:
-        total: In the unit of `done`; None: unknown.
-        closing: If False, nothing stays at the end: neither the last line nor, on a terminal, the
-            bar.
-        row_widths: Widths of stage (0: none) and bar. A terminal then shows the rows given to
-            `update` over its full width instead.
-        outlives_reader: The block goes on if the reader leaves, as `| head` or a closed terminal
-            does.
-
-    As in:
+    The line has description, bar, percentage, fields and time left; other ranks show nothing. In a
+    file or pipe it is a plain line at most every `interval` seconds, and one at the end unless an
+    exception occurred.
 
         with ProgressLine("tokenizing", total=size_in_bytes) as progress:
             progress.update(done, **{"MB/s": 12.5}, documents=1204)
+
+    Args:
+        total: In the unit of `done` of `update`; None: unknown.
+        closing: If False, nothing stays at the end: neither the last line nor, on a terminal, the
+            bar.
+        row_widths: Widths of stage (0: none) and bar in characters. A terminal then shows the rows
+            given to `update` over its full width instead.
+        outlives_reader: The block goes on if the reader leaves, as `| head` or a closed terminal
+            does.
     """
 
     def __init__(
@@ -230,9 +230,9 @@ class ProgressLine:
         )
 
     def is_due(self, live_interval: float) -> bool:
-        """Return whether `live_interval` seconds passed since the last display.
+        """Return whether it is time to compute and display progress again.
 
-        Without a terminal the interval is `self.interval` instead.
+        It is `live_interval` seconds after the last display on a terminal, else `self.interval`.
         """
         return time.monotonic() - self._print_time >= (
             self.interval if self._live is None else live_interval
@@ -343,14 +343,14 @@ class ProgressLine:
 def format_paths(paths: Sequence[str]) -> str:
     """Return the first three paths, joined by commas, and the number of others.
 
-    Bytes that are not UTF-8 are replaced.
+    An example is `a, b, c and 1,204 more`. Bytes that are not UTF-8 are replaced.
     """
     names = ", ".join(os.fsencode(path).decode("utf-8", "replace") for path in paths[:3])
     return f"{names} and {len(paths) - 3:,} more" if len(paths) > 3 else names
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 model` or `50 models`.
+    """Return a count with its noun, such as `1 model` or `50 models`.
 
     Args:
         noun: Singular, whose plural ends in -s.
@@ -373,7 +373,7 @@ def format_number(value: Any) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as 0:42 or 1:02:03, from two days on as 2.5 days."""
+    """Return seconds as text: 0:42 or 1:02:03, from two days on 2.5 days."""
     if seconds >= 2 * 86400:
         return f"{seconds / 86400:.1f} days"
     minutes, seconds = divmod(round(seconds), 60)

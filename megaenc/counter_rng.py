@@ -26,9 +26,14 @@ def random_words(
 ) -> np.ndarray:
     """Return uint64[count], words of the random stream (seed, purpose, counters).
 
+    Each word has 64 uniform random bits. Equal arguments give equal words, everywhere.
+
     Args:
-        counters: Sample and epoch, for example.
-        block: The first word is number 4 * `block` of the stream. Words before it cost nothing.
+        purpose: Name of the use, so that different uses have independent streams.
+        count: Number of words.
+        counters: Whole numbers such as sample and epoch; each tuple has a stream of its own.
+        block: The first word is that of 0-based index 4 * `block` in the stream. Words before it
+            cost nothing.
     """
     name = "\x1f".join([str(int(seed)), purpose, *(str(int(counter)) for counter in counters)])
     key = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype="<u8")
@@ -49,7 +54,7 @@ def random_words(
 def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
     """Return float64[count], uniform in [0, 1) with 53 random bits each.
 
-    They are of the random stream (seed, purpose, counters).
+    They are of the random stream (seed, purpose, counters), see `random_words`.
     """
     return (random_words(seed, purpose, count, counters=counters) >> np.uint64(11)) * 2.0**-53
 
@@ -57,7 +62,7 @@ def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] =
 def bernoulli(
     seed: int, purpose: str, count: int, probability: float, *, counters: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """Return bool[count], True with `probability`.
+    """Return bool[count], each True with `probability`, independently of the others.
 
     Equal to `uniforms(seed, purpose, count, ...) < probability`, but computed faster.
     """
@@ -70,23 +75,24 @@ def bernoulli(
 def permutation(
     seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """Return int64[count], range(count) in a random order.
+    """Return range(count) in a random order, int64[count].
 
-    The order is determined by (seed, purpose, counters).
+    The order is determined by (seed, purpose, counters), see `random_words`.
     """
     return _stable_argsort(random_words(seed, purpose, count, counters=counters))
 
 
 class KeyedPermutation:
-    """Random permutation of range(count) in constant memory: `permutation[place]`.
+    """Random permutation of range(count) in constant memory: `permutation[index]`.
 
-    It is determined by (seed, purpose, counters). It is a Feistel network over the bits of count -
-    1, repeated for results outside the range until they are inside (cycle walking: Black and
-    Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    It is determined by (seed, purpose, counters), see `random_words`, and differs from that of
+    `permutation`. It is a Feistel network over the bits of count - 1, repeated for results outside
+    the range until they are inside (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite
+    Domains, 2002).
     """
 
     def __init__(self, seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()):
-        """Draw the keys of the permutation of range(`count`), from 1 to 2**62 numbers.
+        """Draw the keys of the permutation of range(`count`); `count` is from 1 to 2**62.
 
         Raises:
             ValueError: `count` is out of that range.
@@ -108,14 +114,18 @@ class KeyedPermutation:
         return self._count
 
     def __getitem__(self, index: int) -> int:
-        """Return the number at `place` of the permutation, both in range(count)."""
+        """Return the value at `index` of the permutation, both in range(count).
+
+        Raises:
+            IndexError: `index` is out of range.
+        """
         if not 0 <= index < self._count:
             raise IndexError(f"places are 0 to {self._count - 1}, found {index}")
         chunk, offset = divmod(index, _WALKED)
         return int(self._chunk(chunk)[offset])
 
     def apply(self, indices: np.ndarray) -> np.ndarray:
-        """Return int64[n], the values at `indices`, int[n] in range(count)."""
+        """Return int64[n], the values at `indices`, int[n], which are not checked."""
         values = self._encrypt(indices.astype(np.uint64))
         while len(outside := np.flatnonzero(values >= np.uint64(self._count))):
             values[outside] = self._encrypt(values[outside])
@@ -183,7 +193,13 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
     """Return float32[len(rows), columns], rows of a random standard normal matrix.
 
     The matrix is determined by `seed` and `name`. A row depends only on (seed, name, row index,
-    columns), so that a rank draws only its own rows. Box-Muller in float64, rounded once.
+    columns), so that a rank can draw only the rows that it holds. Box-Muller in float64, rounded
+    once.
+
+    Args:
+        name: Name of the weight.
+        rows: Global indices of the rows to draw.
+        columns: Number of columns of the matrix.
 
     Raises:
         ValueError: The step of `rows` is not 1.
@@ -211,11 +227,11 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
 
 
 def truncate_normals(values: np.ndarray, cutoff: float) -> np.ndarray:
-    """Map standard normal `values`, float32, to a truncated normal distribution.
+    """Return standard normal `values` mapped to a truncated normal distribution.
 
-    It is cut at -`cutoff` and `cutoff`, and the order stays: the quantile of a value among all
-    normals becomes its quantile among those that are not cut off. It is not scaled, so that its
-    standard deviation is below 1.
+    Both are float32. It is cut at -`cutoff` and `cutoff` (standard deviations), and the order
+    stays: the quantile of a value among all normals becomes its quantile among those that are not
+    cut off. It is not scaled, so that its standard deviation is below 1. `values` are not changed.
     """
     from scipy.special import erf, erfinv  # slow to import
 
@@ -228,7 +244,8 @@ def truncate_normals(values: np.ndarray, cutoff: float) -> np.ndarray:
 class SampleRandomness:
     """Random numbers of one `sample` in one `epoch` under a run's `seed`.
 
-    Each purpose has an independent stream, which is the same at each call.
+    An objective draws from it. Each purpose, a text that names the use, has an independent stream,
+    which is the same at each call and on every rank.
     """
 
     seed: int
@@ -252,6 +269,7 @@ class SampleRandomness:
     def bernoulli(self, purpose: str, count: int, probability: float) -> np.ndarray:
         """Return bool[count] of the stream `purpose`, each True with `probability`.
 
-        A value is True if that of `uniforms(purpose, count)` is below `probability`.
+        A value is True if that of `uniforms(purpose, count)` is below `probability`. Equal calls
+        return the same values.
         """
         return bernoulli(self.seed, purpose, count, probability, counters=(self.sample, self.epoch))

@@ -57,9 +57,9 @@ def get_local_world_size() -> int:
 
 
 def store_poll_interval(seconds: float) -> float:
-    """Return the seconds between a rank's requests to the store.
+    """Return the seconds to wait between two requests of a rank to torch's store.
 
-    They are `seconds`, or more for many ranks, as one process answers all.
+    They are `seconds`, or more in runs of many ranks, as one process answers all.
     """
     return max(seconds, get_world_size() / 2048)
 
@@ -72,8 +72,8 @@ def is_multi_node() -> bool:
 def build_rank_variables(count: int) -> list[dict[str, str]]:
     """Return the variables that torchrun would set for `count` ranks on this machine.
 
-    There is a dictionary for each rank, with a port that is free now; it is empty for a single
-    rank.
+    There is a dictionary for each rank, in order, with a port that is free now; it is empty for a
+    single rank. Nothing is set.
     """
     if count == 1:
         return [{}]
@@ -89,12 +89,12 @@ def build_rank_variables(count: int) -> list[dict[str, str]]:
 
 
 def forbid_restart(code: int) -> None:
-    """Record `code`, with which workers that torchrun starts after a failure exit.
+    """Record `code`, with which workers that torchrun restarts after a failure exit.
 
-    This process does not exit. With `--max-restarts`, torchrun would restart a run that was asked
-    to stop, because its exit code is not 0, and a complete one of which a process dies as it ends.
-    Needs torchrun and its log directory. The file named by EXIT_CODE_FILE, if any, gets the code as
-    well.
+    They do so in `exit_if_restart_forbidden`; this process does not exit. With `--max-restarts`,
+    torchrun would restart a run that was asked to stop, because its exit code is not 0, and a
+    complete one of which a process dies as it ends. Without torchrun and its log directory only the
+    file named by EXIT_CODE_FILE, if any, gets the code.
 
     A node that joins forbids nothing: torchrun stops the workers itself then, does not count an
     attempt and removes the directory of the present one, and the file with it.
@@ -107,10 +107,10 @@ def forbid_restart(code: int) -> None:
 
 
 def exit_if_restart_forbidden() -> None:
-    """Exit with the code that a worker of an earlier attempt recorded, if one did.
+    """Exit with the code that `forbid_restart` recorded in an earlier attempt, if any.
 
-    See `forbid_restart`. Call it first in a run: it withdraws what an earlier run in this
-    attempt, by the same program, has left.
+    An attempt is one start of the workers by torchrun. Call it first in a run: it withdraws what an
+    earlier run in this attempt, by the same program, has left. Does nothing without torchrun.
     """
     attempt = _attempt_directory()
     if attempt:
@@ -140,7 +140,7 @@ def _attempt_directory() -> Path | None:
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent, process id `parent`, ends.
 
-    Exits at once if the parent has ended already.
+    Exits at once, with code 1, if the parent has ended already.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the prctl call

@@ -40,7 +40,7 @@ class LocalInputError(InputError):
 def format_error(error: BaseException, max_length: int = 200) -> str:
     """Return the message of `error` as one line of at most `max_length` characters.
 
-    The name of its type if the message is empty.
+    It is the name of its type if the message is empty.
     """
     return truncate_text(" ".join(str(error).split()) or type(error).__name__, max_length)
 
@@ -48,15 +48,15 @@ def format_error(error: BaseException, max_length: int = 200) -> str:
 def closest_match(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the candidate most similar to the misspelled `word`.
 
-    Empty if none reaches similarity `cutoff`, from 0 to 1.
+    Empty if none reaches similarity `cutoff`, from 0 to 1 (`difflib`).
     """
     return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)), "")
 
 
 def first_error_line(error: BaseException, max_length: int = 200) -> str:
-    """Return the first nonempty line of the error's message, cut to `max_length`.
+    """Return the first nonempty line of the error's message, of at most `max_length`.
 
-    The name of its type if there is none.
+    It is the name of its type if there is none. `max_length` is in characters.
     """
     lines = (line.strip() for line in str(error).splitlines())
     return truncate_text(next(filter(None, lines), type(error).__name__), max_length)

@@ -58,10 +58,11 @@ YamlMapping = NewType("YamlMapping", str)
 
 @dataclass(frozen=True)
 class Bounds:
-    """Range of a finite number.
+    """Range of a number, for the type of a flag: Annotated[int, Bounds(low=1)].
 
-    It is `low` <= value <= `high` and `above` < value < `below`. In the type of a field, as in
-    PositiveInt, it holds for the field's number or numbers.
+    It is `low` <= value <= `high` and `above` < value < `below`; NaN and infinite
+    numbers are outside. In a type with several numbers it holds for each of them. `value in bounds`
+    tells whether a number is inside.
     """
 
     low: float = -math.inf
@@ -109,7 +110,7 @@ def parse(
 ) -> Settings:
     """Return the dataclass `settings` with the values of command-line flags.
 
-    Fields of nested dataclasses are top-level flags. --help exits with 0.
+    Fields of nested dataclasses are top-level flags. --help prints the help and exits with 0.
 
     Args:
         settings: Dataclass, of which each field is a flag.
@@ -190,9 +191,11 @@ given to be meant."""
 
 
 def setting(default: Any, *facts: Mapping[str, Any], feature: str = "") -> Any:
-    """Return a dataclass field with `facts` such as BY_PHASE as metadata.
+    """Return a dataclass field of a flag, with `facts` such as BY_PHASE as metadata.
 
     Args:
+        default: Default value of the field.
+        facts: Constants of this module, from IN_IDENTITY to ADAPTABLE_WEIGHTS.
         feature: What a model with another value than the default has, in messages about families
             that lack it.
     """
@@ -330,10 +333,13 @@ def read_config_file(
     """Return `default` with the fields in a YAML file and the files that it builds on.
 
     The key `config` names another file, relative to this one, whose values are read first. Fields
-    of nested dataclasses are top-level keys.
+    of nested dataclasses are top-level keys. `default` is not changed.
 
     Args:
-        prepare: Returns the defaults to which the fields of a file are applied, and raises
+        default: Dataclass of flags.
+        path: YAML file, of --config.
+        prepare: Function of the present values and the fields of a file, called for each file
+            before its fields are applied. It returns the values to apply them to, and raises
             InputError if they do not fit into one file.
         including_files: The files that led to `path`.
 
@@ -375,7 +381,7 @@ def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
     """Return `values` by field name: hyphens of names become underscores.
 
     Args:
-        place: Beginning of errors.
+        place: File or flag of the values, the beginning of errors.
 
     Raises:
         InputError: A name is given in two spellings.
@@ -392,9 +398,10 @@ def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
 
 
 def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[str]:
-    """Return the fields that the flags or the YAML file of --config give.
+    """Return the fields that the flags or the YAML files of --config give.
 
-    Their values do not matter. Names are not checked, and files that `config` names count too.
+    Their values do not matter. Names have underscores and are not checked. Files that the key
+    `config` of a file names count too.
 
     Args:
         argv: The flags.
@@ -484,9 +491,9 @@ def _check_number(place: str, bounds: Bounds | None, value: Any) -> None:
 
 
 def check_bounds(settings: Any) -> None:
-    """Raise InputError, naming the flag, if a number is out of its field's bounds.
+    """Raise InputError, naming the flag, if a number is out of its field's Bounds.
 
-    Fields of nested dataclasses count.
+    `settings` is a dataclass of flags; fields of nested dataclasses count.
     """
     bounds = _get_field_bounds(type(settings))
     for field in dataclasses.fields(settings):
@@ -500,11 +507,11 @@ def check_bounds(settings: Any) -> None:
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
     """Return `settings` with `values` by field name, cast to the types of the fields.
 
-    Fields of nested dataclasses count. `settings` itself is not changed.
+    Fields of nested dataclasses count. `settings` itself, a dataclass, is not changed.
 
     Args:
-        values: Values as YAML has them.
-        source: Beginning of errors.
+        values: Values as YAML has them, by field name with underscores.
+        source: File of the values, the beginning of errors.
 
     Raises:
         InputError: A field is unknown or a value is wrong.
@@ -537,10 +544,10 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
 
 
 def parse_mapping(text: YamlMapping, source: str, example: str) -> dict[str, Any]:
-    """Return the fields of a YAML mapping, with underscores in their names.
+    """Return the fields of a YAML mapping in `text`, with underscores in their names.
 
     Args:
-        source: Beginning of errors.
+        source: Flag or field of the text, the beginning of errors.
         example: Fields that the error shows.
 
     Raises:
@@ -565,7 +572,7 @@ def parse_mapping(text: YamlMapping, source: str, example: str) -> dict[str, Any
 def flatten(settings: Any) -> dict[str, Any]:
     """Return the values of a dataclass and its nested dataclasses by field name.
 
-    The order is that of the declaration.
+    Nested ones are replaced by their fields. The order is that of the declaration.
     """
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(settings):
@@ -578,7 +585,7 @@ def convert_value(place: str, kind: Any, value: Any) -> Any:
     """Return `value` from YAML converted to the type `kind`.
 
     Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, `int |
-    Literal["all"]`, and YamlMapping, from any value.
+    Literal["all"]`, and YamlMapping, from any value. Bounds are not checked.
 
     Raises:
         InputError: The value does not fit; the message begins with `place`.
@@ -633,11 +640,11 @@ def convert_value(place: str, kind: Any, value: Any) -> Any:
 
 
 def check_given(settings: Any, command: str, *names: str) -> None:
-    """Raise InputError, naming the flag, if a field of `settings` is empty.
+    """Raise InputError, naming the flag, if a required field of `settings` is empty.
 
     Args:
-        command: The words of the command after `megaenc`.
-        names: Fields; any false value counts as empty.
+        command: The words of the command after `megaenc`, for the error.
+        names: Required fields; any false value counts as empty.
     """
     for name in names:
         if not getattr(settings, name):

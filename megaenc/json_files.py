@@ -20,6 +20,9 @@ kilobytes."""
 def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
     """Return the bytes of a regular file.
 
+    Args:
+        limit: Maximum size in bytes.
+
     Raises:
         OSError: It is missing or unreadable, is a FIFO or device, which could block, or has more
             than `limit` bytes; the reason is in `strerror`.
@@ -78,7 +81,7 @@ def read_json_object(
     """Return the JSON object in the file `path`.
 
     Args:
-        expected: Content that errors ask for.
+        expected: Description of the file, for errors (`...; expected {expected}`).
         limit: Maximum size in bytes.
         unique_keys: Refuse duplicate keys.
 
@@ -97,9 +100,9 @@ def read_json_object(
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file `path`.
+    """Return the JSON object in the file `path`, or {} if there is none.
 
-    Empty if it is missing, unreadable or no object.
+    There is none if the file is missing, unreadable, or holds anything else.
     """
     try:
         return read_json_object(path)

@@ -25,7 +25,8 @@ def usable_core_count() -> int:
 def allow_open_files(count: int, purpose: str) -> None:
     """Let this process open `count` files more.
 
-    Raises the limit as far as the system allows, as later needs of the run are not all known.
+    Raises the process's limit as far as the system allows, as later needs of the run are not all
+    known.
 
     Args:
         count: Files beyond those that are open and those of libraries.
@@ -109,7 +110,7 @@ def select_visible_devices(count: int) -> tuple[str, list[str]]:
     """Return the variable of visible devices and its first `count` entries.
 
     It is HIP_VISIBLE_DEVICES if that is set, else CUDA_VISIBLE_DEVICES; if unset, the entries are
-    0, 1, ... There are fewer entries if the variable has fewer.
+    0, 1, ... There are fewer entries if the variable has fewer. The environment is not changed.
     """
     variable = (
         "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"

@@ -11,9 +11,10 @@ from megaenc.errors import InputError
 
 
 def refuse_existing(path: Path, flag: str) -> None:
-    """Raise InputError, naming `flag`, if `path` cannot become a new directory.
+    """Raise InputError, naming `flag`, if the output `path` exists or cannot be used.
 
-    It must not be a file, a nonempty directory, the working directory or inaccessible.
+    It may be missing or an empty directory. It must not be a file, a nonempty directory, the
+    working directory or inaccessible.
     """
     try:
         str(path).encode()
@@ -38,8 +39,8 @@ def refuse_existing(path: Path, flag: str) -> None:
 def report_stale_files(*paths: Path) -> None:
     """Print the temporary files that stopped runs left for `paths`, if any.
 
-    All paths are in one directory. The files are not removed: a process id in the name may now
-    belong to another process or to another machine.
+    Only rank 0 prints. All paths are in one directory. The files are not removed: a process id in
+    the name may now belong to another process or to another machine.
     """
     stale_files = find_stale_temp_files(*paths)
     if stale_files:
@@ -79,9 +80,14 @@ def check_output_file(
 ) -> None:
     """Raise InputError if the file `path` cannot or must not be written.
 
-    It cannot if it is a directory or a device, or has no writable parent. It must not if it is one
-    of `inputs` or in one (see `refuse_input`) or, without `overwrite`, if it exists. Call it before
-    the work, and `create_parent_dir` before the file is written.
+    It cannot if it is a directory or a device, or has no writable parent. Call it before the work,
+    and `create_parent_dir` before the file is written.
+
+    Args:
+        flag: Flag that names the file, for errors.
+        inputs: Files and directories of the command's input; the file must be none of them and in
+            none of them (see `refuse_input`).
+        overwrite: Whether an existing file may be replaced.
     """
     try:
         target = resolve_path(path)

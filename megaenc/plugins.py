@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Classes or functions by name, registered or offered by packages.
+    """Classes or functions by name, registered here or offered by installed packages.
 
     A package offers one by an entry point in `group`: its name for `module:object`.
 
     Args:
-        group: Group of entry points.
-        kind: What the objects are, for messages.
+        group: Group of entry points, such as `megaenc.objectives`.
+        kind: Noun for the objects in messages, such as `objective`.
         find_defect: Function of a name and an object that returns why the object cannot have the
             name, such as `is no dataclass`, or "" if it can.
     """
@@ -33,10 +33,10 @@ class Registry(Generic[T]):
         self._registered: dict[str, T] = {}
 
     def register(self, name: str, value: T) -> None:
-        """Register `value` in this process.
+        """Register `value` under `name` in this process.
 
         Raises:
-            ValueError: The name is used or the value is invalid.
+            ValueError: `name` is registered already, or `find_defect` refuses the value.
         """
         if defect := self._find_defect(name, value):
             raise ValueError(f"{value!r} {defect}")

@@ -23,7 +23,7 @@ KILL_TIMEOUT = 5.0
 def python_command(*words: str) -> list[str]:
     """Return the command of this Python interpreter with arguments `words`.
 
-    The current directory is not on its module path.
+    It is a list for `subprocess`. The current directory is not on the module path.
     """
     return [sys.executable, "-P", *words]
 
@@ -31,9 +31,9 @@ def python_command(*words: str) -> list[str]:
 def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return a copy of `environment` in which Python imports this very package.
 
-    Nothing is imported from the current directory. Both also hold for the programs that Python
-    starts: torchrun's workers, fork servers, compilers. Empty entries of PYTHONPATH, which mean the
-    current directory, are removed.
+    Give it to child processes; os.environ is not changed. Nothing is imported from the current
+    directory. Both also hold for the programs that Python starts: torchrun's workers, fork servers,
+    compilers. Empty entries of PYTHONPATH, which mean the current directory, are removed.
     """
     directories = [
         str(Path(megaenc.__file__).parents[1]),
@@ -48,7 +48,10 @@ def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 @contextlib.contextmanager
 def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables in `os.environ` for the block, for libraries that start processes."""
+    """Set variables in `os.environ` for the block, for libraries that start processes.
+
+    After the block they have their values from before.
+    """
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -137,7 +140,7 @@ class ChildProcess:
     Args:
         command: Command that must end with this process (see `with_pdeathsig`).
         environment: All environment variables of the process.
-        output: File of stdout and stderr, which are inherited without it.
+        output: File of stdout and stderr; None: those of this process.
         pass_fds: File descriptors that stay open in the process.
     """
 
@@ -196,7 +199,8 @@ class ChildProcess:
     def kill(self) -> None:
         """Kill the process and everything in its session by SIGKILL.
 
-        Waits up to `KILL_TIMEOUT` seconds for its end.
+        Waits up to `KILL_TIMEOUT` seconds for its end. Does nothing if the process was reaped
+        already.
         """
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -78,13 +78,15 @@ def submit_tasks(
     cluster: ClusterConfig,
     parameters: Mapping[str, Any],
 ) -> list[Any]:
-    """Submit picklable `tasks` as a job, several as an array, and return their Jobs.
+    """Submit picklable `tasks` to Slurm; return a submitit Job for each, in order.
 
-    They are submitit's, in the order of `tasks`.
+    One task is a job, several are a job array. It does not wait for them.
 
     Args:
-        logs: Directory of submitit's files.
+        tasks: Functions without arguments.
+        logs: Directory of submitit's files, one subdirectory for each job.
         name: Name of the job.
+        cluster: Options of submission, which may select another executor of submitit.
         parameters: Further parameters by submitit's names (see `build_submitit_parameters`).
 
     Raises:

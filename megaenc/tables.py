@@ -35,9 +35,9 @@ def inline_code(value: object, *, cell: bool = False) -> str:
 
 
 def format_facts(facts: Mapping[str, object]) -> str:
-    """Return a Markdown table of names, as they are, and their values as code.
+    """Return a Markdown table of names and their values, one row each.
 
-    It has two columns without heading.
+    It has two columns without heading: the names as they are, and the values as inline code.
     """
     return "\n".join(
         [
@@ -54,7 +54,10 @@ def _one_line(value: object) -> str:
 
 
 def format_csv(lines: Iterable[Iterable[object]]) -> str:
-    """Return rows of cells as CSV text; None becomes an empty cell."""
+    """Return rows of cells as CSV text; None becomes an empty cell.
+
+    Each row, the last one too, ends with a line feed.
+    """
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(lines)
     return stream.getvalue()
@@ -63,15 +66,15 @@ def format_csv(lines: Iterable[Iterable[object]]) -> str:
 def format_markdown(
     text_columns: Sequence[str], number_columns: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> str:
-    """Return a Markdown table.
+    """Return a Markdown table of text columns, then number columns.
 
-    Columns `names` are left-aligned, with escaped cells, and `numbers` right-aligned, with cells as
-    they are.
+    Text columns are left-aligned, with escaped cells; number columns are right-aligned, with cells
+    as they are.
 
     Args:
         text_columns: Headings of the first columns.
         number_columns: Headings of the columns after them.
-        rows: Cells of both.
+        rows: Cells of all columns of each row, as text.
     """
     lines = [
         f"| {' | '.join([*text_columns, *number_columns])} |",
@@ -84,9 +87,13 @@ def format_markdown(
 
 
 def build_rich_table(title: str, text_columns: Sequence[str], number_columns: Sequence[str]) -> Any:
-    """Return a rich table without rows.
+    """Return a `rich.table.Table` of text columns, then number columns, without rows.
 
-    Columns `names` are left-aligned and wrap, and `numbers` are right-aligned. Both are headings.
+    Text columns are left-aligned and wrap, number columns are right-aligned.
+
+    Args:
+        text_columns: Headings of the first columns.
+        number_columns: Headings of the columns after them.
     """
     from rich import box
     from rich.table import Table
@@ -102,7 +109,10 @@ def build_rich_table(title: str, text_columns: Sequence[str], number_columns: Se
 
 
 def print_tables(tables: Iterable[Any], width: int) -> None:
-    """Print rich's tables, `width` characters wide if the output is not a terminal."""
+    """Print rich's tables to standard output.
+
+    On a terminal they have its width, else they are `width` characters wide.
+    """
     # Names may look like rich's markup.
     console = build_rich_console(
         markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else width
