@@ -41,18 +41,15 @@ def resolve_path(path: Path) -> Path:
 def atomic_files(
     *paths: Path, before_rename: Callable[[], None] | None = None
 ) -> Iterator[list[Path]]:
-    """Yield a temporary path for each of `paths`; rename all of them after the block.
+    """Yield a temporary path for each of `paths`; rename all after the `with` block.
 
-    Each is next to its path, in a directory that must exist; the block must create all files.
-    After the block they are synced to disk and renamed in order, or removed on an error. New
-    files appear together or not at all, but for a kill between two renames: the last path marks the
-    set as complete. Each existing file is replaced by itself, so a set of them may be left half old
-    and half new.
+    Each is next to its path, in a directory that must exist; the block must create all files. They
+    are then synced to disk and renamed in order, or removed on an error. New files appear together
+    or not at all, but for a kill between two renames, so the last one marks the set as complete;
+    existing files are replaced one by one.
 
     Args:
-        paths: Files to write, at least one.
-        before_rename: Called when the files are synced and none is renamed; if it raises, nothing
-            changes.
+        before_rename: Called before the first rename; if it raises, nothing changes.
 
     Raises:
         InputError: A file cannot be written, or the block has not created it.
@@ -139,7 +136,7 @@ def temporary_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_dir(path: Path) -> Iterator[Path]:
-    """Yield a new temporary directory, and rename it to `path` after the block.
+    """Yield a new temporary directory, and rename it to `path` after the `with` block.
 
     On an error it is removed. `path` must be absent or empty, its parent directory must exist, and
     the content is synced to disk before the rename.
@@ -198,12 +195,12 @@ def convert_write_errors(
     name_host: bool = False,
     final_paths: Mapping[str, Path] | None = None,
 ) -> Iterator[None]:
-    """Convert errors of writing in the block into an InputError that names `path`.
+    """Convert errors of writing in the `with` block into an InputError on `path`.
 
     Other errors, also OSErrors, pass.
 
     Args:
-        path: File or directory that is written.
+        path: File or directory that is written, which the error names.
         errnos: Numbers of the OSErrors that are converted; all if there are none. Any error is, if
             the disk is full: libraries that write files themselves (tokenizers, torch) raise errors
             without a number.
@@ -264,8 +261,8 @@ def atomic_write(path: Path, text: str) -> None:
 class FileLock:
     """Exclusive flock on the file `path`, from `acquire` to `release` or process end.
 
-    `created` tells whether `acquire` has created the file. The file is never removed here;
-    `try_lock` does so.
+    `created` tells whether `acquire` has created the file, which is not removed. `try_lock` is
+    simpler: it releases the lock and removes the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -278,8 +275,8 @@ class FileLock:
         A missing file is created.
 
         Raises:
-            OSError: The file cannot be created, or, without a file name, the file system does not
-                support locks.
+            OSError: The file cannot be created; or the file system does not support locks, if the
+                error's `filename` is None.
         """
         for _ in range(_LOCK_ATTEMPTS):
             try:
@@ -322,9 +319,10 @@ class FileLock:
 def try_lock(path: Path) -> Iterator[bool]:
     """Try to lock the file `path` without waiting; yield whether that worked.
 
-    The lock is held during the block, and the file is removed after it. Missing parent directories
-    are created. A lock ends with its process. On a file system without locks every process gets it,
-    so code that runs under a lock must write atomically and deterministically.
+    If so, the lock is held during the `with` block and the file removed after it; the block runs in
+    any case. Missing parent directories are created. A lock ends with its process. On a file system
+    without locks every process gets it, so code that runs under a lock must write atomically and
+    deterministically.
 
     Raises:
         InputError: The file cannot be created.
@@ -348,8 +346,8 @@ def try_lock(path: Path) -> Iterator[bool]:
 def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
     """Wait up to `seconds` to lock the file `path`; yield whether that worked.
 
-    By default there is no limit. The block runs without the lock too. The lock is held during the
-    block, and the file is removed after it. Errors are those of `try_lock`.
+    By default there is no limit. If it worked, the lock is held during the `with` block and the
+    file removed after it; the block runs in any case. Errors are those of `try_lock`.
     """
     deadline = time.monotonic() + seconds
     while True:

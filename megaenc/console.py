@@ -111,9 +111,9 @@ _LISTENERS: list[Callable[[str], None]] = []
 
 @contextmanager
 def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
-    """Call `listener` in the block with each text that `print_rank_0` prints.
+    """Call `listener` in the `with` block with each text that `print_rank_0` prints.
 
-    The text is printed too. Progress lines are not passed on.
+    The text is printed too. Progress lines are not passed on. Other ranks than 0 print nothing.
     """
     _LISTENERS.append(listener)
     try:
@@ -249,11 +249,13 @@ class ProgressLine:
         """Set progress, `description` and `fields`, and display them.
 
         They are displayed at once on a terminal, else every `interval` seconds. `description` and
-        `fields` (numbers or text) stay until they are replaced.
+        `fields` (numbers or text) stay until they are replaced. On other ranks than 0 nothing is
+        displayed.
 
         Args:
             done: Progress since the beginning, in the unit of `total`.
-            rows: Rows by a stable key each, which a terminal displays instead.
+            description: Text before the bar; None: unchanged.
+            rows: Rows by a stable key each, which a terminal displays instead of the line.
         """
         now = time.monotonic()
         self._done = done

@@ -125,7 +125,7 @@ class KeyedPermutation:
         return int(self._chunk(chunk)[offset])
 
     def apply(self, indices: np.ndarray) -> np.ndarray:
-        """Return int64[n], the values at `indices`, int[n], which are not checked."""
+        """Return int64[n], the values at `indices`, int[n] in range(count), not checked."""
         values = self._encrypt(indices.astype(np.uint64))
         while len(outside := np.flatnonzero(values >= np.uint64(self._count))):
             values[outside] = self._encrypt(values[outside])
@@ -192,14 +192,12 @@ def _stable_argsort(words: np.ndarray) -> np.ndarray:
 def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
     """Return float32[len(rows), columns], rows of a random standard normal matrix.
 
-    The matrix is determined by `seed` and `name`. A row depends only on (seed, name, row index,
-    columns), so that a rank can draw only the rows that it holds. Box-Muller in float64, rounded
-    once.
+    The matrix, a weight called `name`, is determined by `seed` and `name`. A row depends only on
+    (seed, name, row index, columns), so that a rank can draw only the rows that it holds.
+    Box-Muller in float64, rounded once.
 
     Args:
-        name: Name of the weight.
-        rows: Global indices of the rows to draw.
-        columns: Number of columns of the matrix.
+        rows: Global 0-based indices of the rows to draw.
 
     Raises:
         ValueError: The step of `rows` is not 1.

@@ -60,9 +60,9 @@ YamlMapping = NewType("YamlMapping", str)
 class Bounds:
     """Range of a number, for the type of a flag: Annotated[int, Bounds(low=1)].
 
-    It is `low` <= value <= `high` and `above` < value < `below`; NaN and infinite
-    numbers are outside. In a type with several numbers it holds for each of them. `value in bounds`
-    tells whether a number is inside.
+    It is `low` <= value <= `high` and `above` < value < `below`; NaN and infinite numbers are
+    outside. In a type with several numbers it holds for each of them. `value in bounds` tells
+    whether a number is inside.
     """
 
     low: float = -math.inf
@@ -110,18 +110,16 @@ def parse(
 ) -> Settings:
     """Return the dataclass `settings` with the values of command-line flags.
 
-    Fields of nested dataclasses are top-level flags. --help prints the help and exits with 0.
+    Each field is a flag, also of nested dataclasses. --help prints the help and exits with 0.
 
     Args:
-        settings: Dataclass, of which each field is a flag.
         argv: The flags; None: those of this process.
         prog: Command that help and errors name, such as `megaenc plot`.
         description: Text above the flags in the help.
         default: Values of flags that are not given; None: the defaults of the fields.
 
     Raises:
-        InputError: A flag is unknown or its value is wrong, such as a number out of the bounds of
-            its type.
+        InputError: A flag is unknown, or a value is wrong or out of the bounds of its type.
     """
     arguments = _expand_optional_switches(settings, sys.argv[1:] if argv is None else argv)
     if get_rank() and {"-h", "--help"} & set(arguments):
@@ -333,19 +331,16 @@ def read_config_file(
     """Return `default` with the fields in a YAML file and the files that it builds on.
 
     The key `config` names another file, relative to this one, whose values are read first. Fields
-    of nested dataclasses are top-level keys. `default` is not changed.
+    of nested dataclasses are top-level keys. `default`, a dataclass, is not changed.
 
     Args:
-        default: Dataclass of flags.
-        path: YAML file, of --config.
-        prepare: Function of the present values and the fields of a file, called for each file
-            before its fields are applied. It returns the values to apply them to, and raises
-            InputError if they do not fit into one file.
+        prepare: Function of the present values and a file's fields; returns those to apply these
+            to.
         including_files: The files that led to `path`.
 
     Raises:
         InputError: A file is unreadable or no mapping, a field is unknown or given twice, a value
-            is wrong, or `config` leads back to a file.
+            is wrong, `prepare` refuses the fields, or `config` leads back to a file.
     """
     fields = _read_fields(path)
     if base := fields.pop("config", None):

@@ -151,7 +151,7 @@ def create_parent_dir(path: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def create_parent_with_rollback(path: Path, flag: str) -> Iterator[None]:
-    """Create the missing parents of `path`, and remove them if the block fails.
+    """Create the missing parents of `path`, and remove them if the `with` block fails.
 
     Only those that are empty are removed.
 
@@ -165,7 +165,7 @@ def create_parent_with_rollback(path: Path, flag: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def remove_new_parents_on_error(*paths: Path) -> Iterator[None]:
-    """Remove new parent directories of `paths` if the block fails.
+    """Remove new parent directories of `paths` if the `with` block fails.
 
     New ones did not exist before the block. Only those that are empty are removed.
     """

@@ -48,9 +48,10 @@ def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 @contextlib.contextmanager
 def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables in `os.environ` for the block, for libraries that start processes.
+    """Set variables in `os.environ` for the `with` block.
 
-    After the block they have their values from before.
+    It is for libraries that start processes. After the block the variables have their values from
+    before.
     """
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
@@ -110,8 +111,8 @@ def describe_exit_code(code: int) -> str:
 def exit_on_sigterm() -> Iterator[None]:
     """Make SIGTERM (code 143) and SIGHUP (129) exit through `finally` clauses.
 
-    This holds during the block. SIGHUP is sent when a terminal closes, and stays ignored if it is,
-    as under nohup. Shell and kernel both send it: the second one is ignored.
+    This holds during the `with` block. SIGHUP is sent when a terminal closes, and stays ignored if
+    it is, as under nohup. Shell and kernel both send it: the second one is ignored.
 
     Raises:
         ValueError: This is not the main thread.

@@ -15,7 +15,7 @@ _MAX_TIMEOUTS = 1000  # requeues per job: each time it has progressed further
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Options of submission to Slurm."""
+    """Flags of submission to Slurm, for commands that run grids and studies."""
 
     slurm: bool = False
     """submit the pending work to Slurm instead of running it on this machine"""
@@ -80,13 +80,13 @@ def submit_tasks(
 ) -> list[Any]:
     """Submit picklable `tasks` to Slurm; return a submitit Job for each, in order.
 
-    One task is a job, several are a job array. It does not wait for them.
+    One task is a job, several are a job array. It does not wait for them. `cluster` may select
+    another executor of submitit.
 
     Args:
         tasks: Functions without arguments.
         logs: Directory of submitit's files, one subdirectory for each job.
         name: Name of the job.
-        cluster: Options of submission, which may select another executor of submitit.
         parameters: Further parameters by submitit's names (see `build_submitit_parameters`).
 
     Raises:

@@ -146,7 +146,7 @@ def start_workers(
     environment: Mapping[str, str],
     output: IO | int | None = None,
 ) -> Iterator[list[WorkerProcess]]:
-    """Yield a list of `count` new worker processes, killed at the end of the block.
+    """Yield a list of `count` new worker processes, killed after the `with` block.
 
     The arguments are those of WorkerProcess.
     """
@@ -163,7 +163,7 @@ def start_workers(
 def start_pool(
     work: Callable[[Any], Any], count: int, *, threads: bool = False
 ) -> Iterator[Callable[[Iterable[Any]], Iterator[Any]]]:
-    """Start `count` worker processes or threads that call `work`, for a block.
+    """Start `count` worker processes or threads that call `work` in the `with` block.
 
     Threads are for work that mostly releases the GIL. Functions and items for processes are
     restricted as in WorkerProcess.

@@ -111,9 +111,10 @@ class HFCheckpoint:
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[dict[str, Any]]:
-        """Yield the safetensors slice (lazy tensor) of each weight by name, for a block.
+        """Yield the safetensors slice (lazy tensor) of each weight by name, as a dict.
 
-        Names are those in the files. `slice[:]` reads the weight as a torch tensor on the CPU.
+        Names are those in the files. In the `with` block, `slice[:]` reads the weight as a torch
+        tensor on the CPU.
         """
         with contextlib.ExitStack() as stack:
             opened = {

@@ -216,19 +216,15 @@ def load_masked_lm(directory: HFCheckpoint, config: Any) -> Any:
 def load_model(
     directory: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Load the weights of a directory into a model of class `kind`, in float32.
+    """Return a model of class `kind` with the weights of a directory, and a report.
 
-    The model is on the CPU, in eval mode. Weights that are missing or left over are no error: the
-    report lists them.
+    The model is in float32 on the CPU, in eval mode. Weights that are missing or left over are no
+    error: transformers' report lists them (`missing_keys` and the like).
 
     Args:
         config: Config object, as `load_hf_config` returns it; not changed.
-        kind: Transformers' class.
+        kind: Class of transformers, which gets `options`.
         expected: Description of the model for errors.
-        options: Options of the class.
-
-    Returns:
-        The model, and transformers' report of the loading (`missing_keys` and the like).
 
     Raises:
         InputError: Config or weights are of another model, weights are NaN or infinite, or, before

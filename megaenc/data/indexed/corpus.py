@@ -97,16 +97,13 @@ class Corpus:
         return self._document_bounds[1]
 
     def document_offsets(self, documents: np.ndarray) -> np.ndarray:
-        """Return the offsets of documents in the .bin, in tokens, as int64.
+        """Return the offsets of documents in the .bin, in tokens, as int64 of their shape.
 
         Only these entries of the index are read.
 
         Args:
-            documents: Indices from 0 to D (the end), of any shape; they must not fall along the
+            documents: Indices from 0 to D (the end), of any shape, which must not fall along the
                 last axis.
-
-        Returns:
-            Array of the same shape.
 
         Raises:
             LocalInputError: The offsets decrease along the last axis or leave the .bin.
@@ -414,9 +411,10 @@ def check_index(prefix: str) -> type[np.number]:
 
 
 def refuse_raw_text(prefix: str) -> None:
-    """Raise InputError if `prefix` is a file, such as text not tokenized yet.
+    """Raise InputError if `prefix` is itself a file, such as text not tokenized yet.
 
-    Files of a corpus pass: for these, other checks suggest the prefix.
+    A corpus's prefix is the path of its files without extension. Files of a corpus pass: for these,
+    other checks suggest the prefix.
     """
     is_corpus_file = os.path.splitext(prefix)[1] in (".bin", ".idx") or os.path.isfile(
         f"{prefix}.idx"

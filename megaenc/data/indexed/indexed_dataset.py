@@ -41,7 +41,9 @@ def token_dtype(vocab_size: int) -> str:
 class IndexArrays:
     """Memory-mapped arrays of an .idx, of S sequences in D documents.
 
-    They are unaligned, and many NumPy functions copy unaligned arrays: pass slices.
+    `lengths`, int32[S], and `pointers`, int64[S], are the length of each sequence in tokens and its
+    byte offset in the .bin; `documents`, int64[D + 1], is the first sequence of each document, then
+    S. They are unaligned, and many NumPy functions copy unaligned arrays: pass slices.
     """
 
     lengths: np.ndarray
@@ -234,9 +236,9 @@ class IndexedWriter:
 
 @contextlib.contextmanager
 def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWriter]]:
-    """Yield a list of one IndexedWriter per corpus, and close them after the block.
+    """Yield one IndexedWriter per corpus, and close them after the `with` block.
 
-    The block finishes them (`IndexedWriter.finish`); `close` alone writes no .idx.
+    The block finishes them (`IndexedWriter.finish`); otherwise no .idx is written.
 
     Args:
         files: Every .bin to write, then every .idx in the same order.

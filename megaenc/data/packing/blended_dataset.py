@@ -162,8 +162,8 @@ def weigh_corpora(
 
     Args:
         sources: At least one source.
-        tokens: Training tokens of each corpus, more than 0.
-        temperature: 1 for shares in proportion to tokens, 0 for equal shares.
+        tokens: Training tokens of each corpus of all sources, in order, more than 0.
+        temperature: 1 for weights in proportion to tokens, 0 for equal weights.
     """
     if sources[0].weight is None:
         groups = [(Fraction(1), len(tokens))]

@@ -201,7 +201,7 @@ class RunData:
     def held_out_fingerprint(self) -> str:
         """Return a text that is equal for the same held-out packs.
 
-        It is for one split and pack length; --blend-max-epochs does not matter to it.
+        Split and pack length are not part of it; --blend-max-epochs does not matter to it.
         """
         return self._describe(self.held_out is None or self.held_out.is_periodic, None)
 
@@ -305,17 +305,17 @@ def check_same_special_tokens(
 
 
 def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
-    """Return the data of consecutive parts of a run, numbered through.
+    """Return the data of consecutive parts of a run, each continued by the next.
 
-    A corpus continues with the pack after the last one that earlier parts have of it, if these cut
+    A corpus continues with the pack after the last one that earlier parts read of it, if these cut
     it in the same way.
 
     Args:
-        parts: (first sample, data) in order; each part ends where the next begins. Their data are
-            as RunData.open returns them.
+        parts: (0-based first sample, data) of each part (phase) in order; it ends where the next
+            begins. Their data are as RunData.open returns them, and not changed.
 
     Returns:
-        The data, with training packs numbered from each first sample on.
+        Copies of the data; samples of `train` are numbered from the part's first sample on.
     """
     next_packs: dict[tuple[str, int, type], int] = {}  # the next pack of each corpus
     chained = []

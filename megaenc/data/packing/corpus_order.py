@@ -115,7 +115,7 @@ class CorpusOrder(ABC):
         """
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return the corpus that gives `sample`, and the index of its pack there."""
+        """Return the index of the corpus that gives `sample`, and of its pack there."""
         block, place = divmod(sample, self.block_size)
         corpora, earlier = self.arrange_block(block)
         corpus = int(corpora[place])
@@ -130,7 +130,7 @@ class CorpusOrder(ABC):
         return packs + np.bincount(self.arrange_block(block)[0][:place], minlength=len(packs))
 
     def find_first(self, packs: np.ndarray) -> int:
-        """Return the first sample whose pack has index packs[corpus] or a later one.
+        """Return the index of the first sample with pack packs[corpus] or a later one.
 
         `packs`, int64[corpora], has a pack index for each corpus. The result is `samples` if there
         is no such sample.
@@ -222,7 +222,7 @@ class DueOrder(CorpusOrder):
         return self._remember_counts(block)
 
     def arrange_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return int32[block_size or less], corpora and earlier samples of a block."""
+        """Return int32[block_size or less], corpora and earlier samples of block `block`."""
         return self._remember_block(block)
 
     def skip_packs(self, packs: np.ndarray) -> "DueOrder":

@@ -87,18 +87,15 @@ class ValidationSet:
         train_fingerprints: Collection[str],
         opened: dict[str, Corpus],
     ) -> "ValidationSet":
-        """Open a corpus of --valid-data-path.
+        """Open the corpus at `prefix` (path without extension) of --valid-data-path.
 
         Args:
-            name: Name of the set.
-            prefix: Path of the corpus's files without extension.
             vocabulary: The run's, which the corpus must fit.
             split: --split, which decides on the held-out documents of a corpus in
                 `train_fingerprints`.
             order: Data order, see `split_corpus`.
             train_fingerprints: `Corpus.fingerprint` of the corpora that the run trains on.
-            opened: Corpora by the path of their .idx, to which this one is added, see
-                `open_corpora`.
+            opened: Corpora by `index_path`, to which this one is added.
 
         Raises:
             InputError: The corpus cannot be used, or `split` holds none of its text out.

@@ -123,11 +123,11 @@ class PreprocessJob:
         Args:
             tokenize: Function of a pool, see `start_workers`.
             writers: Writer of each JSON key, to which documents are added; not finished.
-            band_keys: By key a list to which the band keys of documents are added; empty without
+            band_keys: List of each key that gets the documents' band keys; [] without
                 deduplication.
             ranges: Ranges of the input; None: all of it.
-            report: Called after each block with the bytes on disk of `ranges` read until then, the
-                counts until then, and the mean MB/s of decompressed text.
+            report: Called after each block with bytes on disk of `ranges` and counts until then,
+                and the mean MB/s of decompressed text.
 
         Raises:
             InputError: A document is bad, the input has changed, or a worker process has died.
@@ -182,7 +182,7 @@ class PreprocessJob:
 
     @contextlib.contextmanager
     def open_outputs(self, check: Callable[[dict[str, str]], None]) -> Iterator[CorpusOutputs]:
-        """Yield all corpora to fill; afterwards write metadata and rename the files.
+        """Yield all corpora to fill; after the `with` block write metadata and rename.
 
         The block fills the writers and sets `counts`, and does not finish the writers. If the block
         fails, no file appears.

@@ -139,10 +139,11 @@ class WorkDirectory:
 
     @contextlib.contextmanager
     def new_partition(self, index: int) -> Iterator[Partition]:
-        """Yield the partition of 0-based `index` to fill, and write its files.
+        """Yield the partition of 0-based `index` to fill in the `with` block.
 
-        They appear after the block, only if it succeeds, the record last. The writers are finished
-        here. Files of the same partition are replaced. The caller should hold a claim on it.
+        Its files appear after the block, only if it succeeds, the record last. The writers are
+        finished here. Files of the same partition are replaced. The caller should hold a claim on
+        it.
 
         Raises:
             InputError: The directory is gone.

@@ -102,7 +102,7 @@ class LineFile(TextSource):
         self.end = 1 if self._is_indivisible else self.size
 
     def find_split_point(self, offset: int) -> int:
-        """Return the first line start at or after byte `offset`.
+        """Return the first byte, at or after byte `offset`, at which a line starts.
 
         For compressed files, paragraphs and encodings other than UTF-8 it is 0 or 1, the end.
         """

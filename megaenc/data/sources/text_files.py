@@ -108,7 +108,11 @@ class TextBlock(ABC):
 
 @dataclass(frozen=True)
 class LineBlock(TextBlock):
-    """Block of whole lines of a JSONL file, or of lines or paragraphs of a text file."""
+    """Block of whole lines of a JSONL file, or of lines or paragraphs of a text file.
+
+    `sample_by` is `line` or `paragraph` for text, which is the same under every key; None for
+    JSONL.
+    """
 
     path: str
     range_start: int
@@ -206,7 +210,7 @@ class FileBlock(TextBlock):
 
 @contextlib.contextmanager
 def open_decompressed(path: str, encoding: str = UTF8) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a plain, gzip or Zstandard file as a stream of UTF-8, as a context manager.
+    """Open a plain, gzip or Zstandard file for the `with` block as a stream of UTF-8.
 
     Its first bytes tell the compression, not its name.
 
@@ -432,11 +436,11 @@ def format_names(names: Iterable[str]) -> str:
 
 
 def decode_utf8(data: bytes, encoding: str = "utf-8-sig") -> str:
-    """Decode UTF-8; `utf-8-sig` for the start of a file.
+    """Return `data` decoded as UTF-8.
 
     Args:
-        encoding: `utf-8-sig` drops a byte order mark, and refuses data that look like UTF-16;
-            `utf-8` does neither.
+        encoding: `utf-8-sig`, for the start of a file, drops a byte order mark, and refuses data
+            that look like UTF-16; `utf-8` does neither.
 
     Raises:
         InputError: The data are not UTF-8; names the format, or an encoding to give, if they look
@@ -473,7 +477,7 @@ def guess_encoding(start: bytes) -> str:
 
 
 def guess_8_bit_encoding(error: UnicodeDecodeError) -> str:
-    """Return cp1252 or latin1 for text that is not UTF-8.
+    """Return the probable encoding, cp1252 or latin1, of text that is not UTF-8.
 
     `error` is that of decoding it as UTF-8.
     """
