@@ -117,36 +117,43 @@ class Sentences(Numbered):
 
 
 def expected_packs(documents, seq_length, seed, epochs):
-    """Return (epoch, tokens, edges) of each pack that starts in the first epochs.
+    """Return (epoch, tokens, cu_seqlens) of each pack that starts in the first epochs.
 
     `documents` are lists of sentence lengths. The order is that of the stream. A pack starts at the
     first sentence that begins after the previous pack.
     """
-    nonempty = [number for number, document in enumerate(documents) if sum(document)]
+    nonempty = [index for index, document in enumerate(documents) if sum(document)]
     stream = []  # epoch, token, whether a sentence starts here, whether a document does
     for epoch in range(epochs + 40):
         for place in counter_rng.permutation(seed, "documents", len(nonempty), counters=(epoch,)):
             offset = 0
             for length in documents[nonempty[place]]:
-                for at in range(length):
+                for position in range(length):
                     stream.append(
-                        (epoch, 1000 * nonempty[place] + offset + at, at == 0, offset + at == 0)
+                        (
+                            epoch,
+                            1000 * nonempty[place] + offset + position,
+                            position == 0,
+                            offset + position == 0,
+                        )
                     )
                 offset += length
     packs = []
-    at = 0
-    while stream[at][0] < epochs:
-        piece = stream[at : at + seq_length]
-        edges = [0] + [place for place in range(1, seq_length) if piece[place][3]] + [seq_length]
-        packs.append((piece[0][0], [token for _, token, _, _ in piece], edges))
-        at += seq_length
-        while not stream[at][2]:
-            at += 1
+    position = 0
+    while stream[position][0] < epochs:
+        piece = stream[position : position + seq_length]
+        cu_seqlens = (
+            [0] + [place for place in range(1, seq_length) if piece[place][3]] + [seq_length]
+        )
+        packs.append((piece[0][0], [token for _, token, _, _ in piece], cu_seqlens))
+        position += seq_length
+        while not stream[position][2]:
+            position += 1
     return packs
 
 
 def read_in_any_order(packs, count):
-    """Read the first packs in random order; return (epoch, tokens, edges) in order."""
+    """Read the first packs in random order; return (epoch, tokens, cu_seqlens)."""
     found = {}
     for sample in np.random.default_rng(0).permutation(count).tolist():
         pack = packs[sample]

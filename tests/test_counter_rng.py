@@ -29,10 +29,10 @@ def test_numbers_are_the_same_for_ever():
     ],
 )
 def test_seed_purpose_and_counters_all_matter(other):
-    one = counter_rng.random_words(7, "mask", 64, counters=(3, 1))
+    words = counter_rng.random_words(7, "mask", 64, counters=(3, 1))
     seed, purpose, counters = other
-    two = counter_rng.random_words(seed, purpose, 64, counters=counters)
-    assert not np.intersect1d(one, two).size
+    other_words = counter_rng.random_words(seed, purpose, 64, counters=counters)
+    assert not np.intersect1d(words, other_words).size
 
 
 def test_a_longer_draw_begins_with_the_shorter_and_blocks_skip_words():
@@ -65,21 +65,21 @@ def test_chances_are_uniforms_below_a_probability(probability):
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 513])
 def test_a_row_of_normals_depends_on_its_number_alone(columns):
-    whole = counter_rng.normal_rows(5, "layer.weight", range(50), columns)
-    assert whole.shape == (50, columns) and whole.dtype == np.float32
+    matrix = counter_rng.normal_rows(5, "layer.weight", range(50), columns)
+    assert matrix.shape == (50, columns) and matrix.dtype == np.float32
     parts = [
         counter_rng.normal_rows(5, "layer.weight", rows, columns)
         for rows in (range(13), range(13, 14), range(14, 50))
     ]
-    assert (np.concatenate(parts) == whole).all()
-    assert len(np.unique(whole, axis=0)) == 50
-    assert (whole != counter_rng.normal_rows(5, "other.weight", range(50), columns)).any()
+    assert (np.concatenate(parts) == matrix).all()
+    assert len(np.unique(matrix, axis=0)) == 50
+    assert (matrix != counter_rng.normal_rows(5, "other.weight", range(50), columns)).any()
 
 
 def test_rows_do_not_depend_on_how_many_are_drawn_at_a_time():
     columns = 40_000  # fewer than 30 rows fit into one round of drawing
-    whole = counter_rng.normal_rows(5, "wide", range(60), columns)
-    assert (counter_rng.normal_rows(5, "wide", range(57, 60), columns) == whole[57:]).all()
+    matrix = counter_rng.normal_rows(5, "wide", range(60), columns)
+    assert (counter_rng.normal_rows(5, "wide", range(57, 60), columns) == matrix[57:]).all()
 
 
 def test_normals_are_normal():
@@ -94,10 +94,12 @@ def test_normals_are_normal():
 
 
 def test_a_sample_has_numbers_of_its_own():
-    one = counter_rng.SampleRandomness(seed=1, sample=5, epoch=0)
-    assert (one.uniforms("mask", 4) == counter_rng.uniforms(1, "mask", 4, counters=(5, 0))).all()
+    randomness = counter_rng.SampleRandomness(seed=1, sample=5, epoch=0)
     assert (
-        one.uniforms("mask", 4)
+        randomness.uniforms("mask", 4) == counter_rng.uniforms(1, "mask", 4, counters=(5, 0))
+    ).all()
+    assert (
+        randomness.uniforms("mask", 4)
         != counter_rng.SampleRandomness(seed=1, sample=5, epoch=1).uniforms("mask", 4)
     ).all()
 
@@ -124,11 +126,11 @@ def test_a_permutation_is_the_stable_order_of_its_words(monkeypatch, count, kind
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 31, 1023, 1024, 1025, 100_000])
 def test_a_keyed_permutation_holds_every_number_once(count):
     permutation = counter_rng.KeyedPermutation(7, "packs", count, counters=(2,))
-    numbers = permutation.apply(np.arange(count))
-    assert numbers.dtype == np.int64 and len(permutation) == count
-    assert np.array_equal(np.sort(numbers), np.arange(count))
+    values = permutation.apply(np.arange(count))
+    assert values.dtype == np.int64 and len(permutation) == count
+    assert np.array_equal(np.sort(values), np.arange(count))
     for place in {0, count // 2, count - 1}:
-        assert permutation[place] == numbers[place]
+        assert permutation[place] == values[place]
     for place in (-1, count):
         with pytest.raises(IndexError, match=f"found {place}"):
             permutation[place]
@@ -139,38 +141,38 @@ def test_a_keyed_permutation_of_a_huge_range_is_read_anywhere():
     count = (1 << 40) + 7
     permutation = counter_rng.KeyedPermutation(1, "packs", count)
     places = np.unique(np.random.default_rng(0).integers(0, count, 20_000))
-    numbers = permutation.apply(places)
-    assert len(np.unique(numbers)) == len(places) and numbers.min() >= 0 and numbers.max() < count
-    assert [permutation[place] for place in places[:3].tolist()] == numbers[:3].tolist()
+    values = permutation.apply(places)
+    assert len(np.unique(values)) == len(places) and values.min() >= 0 and values.max() < count
+    assert [permutation[place] for place in places[:3].tolist()] == values[:3].tolist()
     assert permutation.apply(np.arange(3)).tolist() == [1033814572889, 879123664114, 406839846283]
 
 
 def test_places_of_a_keyed_permutation_are_uniform_and_independent():
     """Test (position, number) and the distances of neighbours with chi-square."""
-    count = 5003  # 8,192 is the next power of two: a third of the numbers are walked
+    count = 5003  # 8,192 is the next power of two: a third of the values are walked
     keys = 400
     bins = 20
-    numbers = np.stack(
+    values = np.stack(
         [
             counter_rng.KeyedPermutation(key, "packs", count).apply(np.arange(count))
             for key in range(keys)
         ]
     )
     binned = np.stack(
-        [np.bincount(column, minlength=bins) for column in (numbers * bins // count)[:, :50].T]
+        [np.bincount(column, minlength=bins) for column in (values * bins // count)[:, :50].T]
     )
     expected = keys / bins
     assert ((binned - expected) ** 2 / expected).sum() < 950 + 4 * np.sqrt(
         2 * 950
     )  # 50 places of 19 degrees of freedom
     distances = np.bincount(
-        (np.diff(numbers, axis=1) % count * bins // count).ravel(), minlength=bins
+        (np.diff(values, axis=1) % count * bins // count).ravel(), minlength=bins
     )
     expected = distances.sum() / bins
     assert (
         (distances - expected) ** 2 / expected
     ).sum() < 43.8  # 19 degrees of freedom: by chance once in a thousand
-    fixed = (numbers == np.arange(count)).sum()
+    fixed = (values == np.arange(count)).sum()
     assert abs(fixed - keys) < 4 * np.sqrt(keys)  # one in each permutation
 
 

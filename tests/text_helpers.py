@@ -52,9 +52,7 @@ def small_tokenizer():
 def write_jsonl(path: Path, texts: list[str]) -> Path:
     """Write an object with id and text a line."""
     path.write_text(
-        "".join(
-            json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)
-        )
+        "".join(json.dumps({"id": index, "text": text}) + "\n" for index, text in enumerate(texts))
     )
     return path
 
@@ -140,8 +138,11 @@ def documents_of(prefix: Path) -> list[list[list[int]]]:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(prefix))
-    edges = dataset.document_indices.tolist()
-    return [[dataset[at].tolist() for at in range(*pair)] for pair in pairwise(edges)]
+    document_indices = dataset.document_indices.tolist()
+    return [
+        [dataset[sequence].tolist() for sequence in range(*pair)]
+        for pair in pairwise(document_indices)
+    ]
 
 
 def contents(prefix: Path) -> list[bytes]:
@@ -167,8 +168,8 @@ def serve_hub(directory: Path, monkeypatch, tables: list[dict]) -> None:
     import pyarrow.parquet as pq
 
     (directory / "hub").mkdir()
-    for number, columns in enumerate(tables):
-        pq.write_table(pa.table(columns), directory / "hub" / f"train-{number}.parquet")
+    for index, columns in enumerate(tables):
+        pq.write_table(pa.table(columns), directory / "hub" / f"train-{index}.parquet")
     real = datasets.load_dataset
     monkeypatch.setattr(
         datasets,

@@ -168,8 +168,8 @@ def test_no_code_or_network_is_reached_by_what_a_directory_names(model, tmp_path
         (about / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
         )
-    for number, settings in enumerate(SETTINGS):
-        directory = shutil.copytree(model, Path("models") / f"{number}")
+    for index, settings in enumerate(SETTINGS):
+        directory = shutil.copytree(model, Path("models") / f"{index}")
         hostile_directories.edit(**settings)(directory)
         (directory / "code.py").write_text(TOUCH)
         (directory / "config.9.0.json").write_text("{")

@@ -26,11 +26,11 @@ def test_documents_are_spans_of_sequences(tmp_path, dtype):
     assert len(corpus) == 4
     assert corpus.document_lengths.dtype == np.int64
     assert corpus.document_lengths.tolist() == [3, 6, 0, 2]
-    for number, sequences in enumerate(DOCUMENTS):
+    for index, sequences in enumerate(DOCUMENTS):
         flat = [token for sequence in sequences for token in sequence]
         for start in range(len(flat) + 1):
             for stop in range(start, len(flat) + 1):
-                actual = corpus.tokens(number, start, stop)
+                actual = corpus.tokens(index, start, stop)
                 assert actual.dtype == np.int64
                 assert actual.tolist() == flat[start:stop]
 
@@ -64,15 +64,15 @@ def test_ids_are_checked_as_they_are_read(tmp_path, monkeypatch, few):
     monkeypatch.setattr("megaenc.data.indexed.corpus._CHECKED_TOKENS", 2)
     corpus = Corpus.open(write_corpus(tmp_path / "corpus", [[[1, 2, 3]], [[4, -5]]], np.int32))
     corpus.check_vocabulary(VOCABULARY)
-    numbers = np.array([1, 0, 0])
-    assert corpus.read_spans(numbers, np.array([0, 2, 0]), np.array([1, 3, 2])).tolist() == [
+    documents = np.array([1, 0, 0])
+    assert corpus.read_spans(documents, np.array([0, 2, 0]), np.array([1, 3, 2])).tolist() == [
         4,
         3,
         1,
         2,
     ]
     with pytest.raises(InputError, match="document 1 holds token id -5"):
-        corpus.read_spans(numbers, np.array([1, 0, 0]), np.array([2, 3, 2]))
+        corpus.read_spans(documents, np.array([1, 0, 0]), np.array([2, 3, 2]))
 
 
 def test_split_is_fixed_exact_and_by_document():

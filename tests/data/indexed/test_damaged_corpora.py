@@ -208,7 +208,7 @@ def write_changed(prefix: Path, changes: bytes | dict) -> None:
 @pytest.fixture
 def prefix(tmp_path):
     return Path(
-        write_whole_corpus(tmp_path / "demo", [[10 + number] * 3 + [0] for number in range(COUNT)])
+        write_whole_corpus(tmp_path / "demo", [[10 + index] * 3 + [0] for index in range(COUNT)])
     )
 
 

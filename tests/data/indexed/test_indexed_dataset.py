@@ -56,15 +56,15 @@ def test_joined_corpora_are_those_of_one_writer(tmp_path):
 def test_a_corpus_is_joined_without_some_of_its_documents(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(indexed_dataset, "_PIECE_BYTES", piece)
     hashes = write(tmp_path / "part", DOCUMENTS)
-    for number, keep in enumerate(product([False, True], repeat=len(DOCUMENTS))):
+    for index, keep in enumerate(product([False, True], repeat=len(DOCUMENTS))):
         write(
             tmp_path / "whole",
             [document for document, stays in zip(DOCUMENTS, keep, strict=True) if stays],
         )
-        writer = IndexedWriter(tmp_path / f"{number}.bin", tmp_path / f"{number}.idx", "uint16")
+        writer = IndexedWriter(tmp_path / f"{index}.bin", tmp_path / f"{index}.idx", "uint16")
         writer.append_corpus(tmp_path / "part.bin", tmp_path / "part.idx", hashes, np.array(keep))
         writer.finish()
-        assert contents(tmp_path / f"{number}") == contents(tmp_path / "whole")
+        assert contents(tmp_path / f"{index}") == contents(tmp_path / "whole")
 
 
 def test_vocabularies_from_65500_ids_are_stored_as_int32():

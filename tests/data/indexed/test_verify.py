@@ -24,9 +24,9 @@ def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
     """A document without one of its special tokens is named with the missing id."""
     special = {"mode": "template", "before": [1, 2], "after": [3, 0]}
 
-    def check(document, number=7):
-        documents = [[1, 2, *range(10, 10 + number), 3, 0] for number in range(12)]
-        documents[number] = document
+    def check(document, index=7):
+        documents = [[1, 2, *range(10, 10 + index), 3, 0] for index in range(12)]
+        documents[index] = document
         verify.verify_corpus(
             write_whole_corpus(tmp_path / "template", documents, special_tokens=special)
         )
@@ -46,12 +46,12 @@ def test_each_document_is_checked_for_all_of_its_special_tokens(tmp_path):
             check([*whole[:place], 5, *whole[place + 1 :]])
     with pytest.raises(InputError, match="document 7: found no token, expected 2"):
         check([1])
-    for number in range(12):  # on all sides of the edges of pieces
+    for index in range(12):  # on all sides of the edges of pieces
         for place in (0, 1, -2, -1):
-            document = [1, 2, *range(10, 10 + number), 3, 0]
+            document = [1, 2, *range(10, 10 + index), 3, 0]
             document[place] = 5
-            with pytest.raises(InputError, match=f"document {number}: found id 5"):
-                check(document, number)
+            with pytest.raises(InputError, match=f"document {index}: found id 5"):
+                check(document, index)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def prefix(tmp_path):
     Document 4 is tokens 14..18 of the corpus, and token 19 is its end.
     """
     return write_whole_corpus(
-        tmp_path / "demo", [[10 + number] * (number + 1) + [EOD] for number in range(10)]
+        tmp_path / "demo", [[10 + index] * (index + 1) + [EOD] for index in range(10)]
     )
 
 
@@ -131,12 +131,12 @@ def test_every_flipped_byte_of_the_idx_is_found(prefix):
     """The index contradicts itself for most bytes; the hash finds the others."""
     intact = Path(f"{prefix}.idx").read_bytes()
     places = []
-    for at in range(len(intact)):
-        damage(f"{prefix}.idx", at, bytes([intact[at] ^ 1]))
+    for offset in range(len(intact)):
+        damage(f"{prefix}.idx", offset, bytes([intact[offset] ^ 1]))
         with pytest.raises(InputError, match=r"demo\.(idx|bin|json): ") as refusal:
             verify.verify_corpus(prefix)
         places.append(str(refusal.value))
-        damage(f"{prefix}.idx", at, intact[at : at + 1])
+        damage(f"{prefix}.idx", offset, intact[offset : offset + 1])
     verify.verify_corpus(prefix)
     lengths = HEADER.size
     documents = lengths + 12 * 10
@@ -169,12 +169,12 @@ def test_an_id_that_no_tokenizer_has(tmp_path, dtype):
 
 
 def test_a_document_without_a_token_has_no_end(tmp_path):
-    for number in (0, 4, 9):
+    for index in (0, 4, 9):
         documents = [[10, 11, EOD] for _ in range(10)]
-        documents[number] = []
+        documents[index] = []
         with pytest.raises(
             InputError,
-            match=rf"demo\.bin: document {number}: found no token, expected it to end with 0",
+            match=rf"demo\.bin: document {index}: found no token, expected it to end with 0",
         ):
             verify.verify_corpus(write_whole_corpus(tmp_path / "demo", documents))
 

@@ -40,12 +40,12 @@ def test_each_corpus_is_read_as_it_would_be_alone_in_any_order():
     assert counts == [50, 150] == packs.next_packs(200)
     datasets = blend(["0.25", "0.75"]).datasets
     for sample in np.random.default_rng(0).permutation(200).tolist():
-        corpus, number = places[sample]
-        own = datasets[corpus][number]
-        assert np.array_equal(packs[sample].tokens, own.tokens) and np.array_equal(
-            packs[sample].cu_seqlens, own.cu_seqlens
+        corpus, pack = places[sample]
+        expected = datasets[corpus][pack]
+        assert np.array_equal(packs[sample].tokens, expected.tokens) and np.array_equal(
+            packs[sample].cu_seqlens, expected.cu_seqlens
         )
-        assert (packs[sample].sample, packs[sample].epoch) == (sample, own.epoch)
+        assert (packs[sample].sample, packs[sample].epoch) == (sample, expected.epoch)
 
 
 def test_repeats_begin_when_the_first_corpus_is_through():

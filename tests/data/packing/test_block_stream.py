@@ -74,8 +74,8 @@ def walk(corpus, blocks, seed, epoch, per_group):
     """
     lengths = corpus.document_lengths
     with_text = []
-    for number in blocks.indices:
-        block = range(number * blocks.size, min((number + 1) * blocks.size, len(lengths)))
+    for index in blocks.indices:
+        block = range(index * blocks.size, min((index + 1) * blocks.size, len(lengths)))
         with_text.append([document for document in block if lengths[document]])
     with_text = [block for block in with_text if block]
     order = [
@@ -96,21 +96,23 @@ def test_the_stream_is_the_walk_at_every_position(prefix, small_groups, numbers)
     blocks = DocumentBlocks(4, numbers)
     stream = BlockStream(corpus, blocks, seed=3)
     tokens = []
-    edges = [0]
+    boundaries = [0]
     for epoch in range(3):
         order = list(walk(corpus, blocks, 3, epoch, per_group=4))
         assert stream.epoch_documents(epoch).tolist() == order
         for document in order:
             tokens += corpus.tokens(document, 0, int(corpus.document_lengths[document])).tolist()
-            edges.append(len(tokens))
+            boundaries.append(len(tokens))
         assert len(tokens) == (epoch + 1) * stream.tokens_per_epoch
     for count in (1, 64, 700):
         for start in np.random.default_rng(2).permutation(len(tokens) - count)[:100].tolist():
-            actual, actual_edges = stream.read(start, count)
-            assert actual.dtype == np.int64 and actual_edges.dtype == np.int32
+            actual, actual_boundaries = stream.read(start, count)
+            assert actual.dtype == np.int64 and actual_boundaries.dtype == np.int32
             assert actual.tolist() == tokens[start : start + count]
-            inner = [edge - start for edge in edges if start < edge < start + count]
-            assert actual_edges.tolist() == [0, *inner, count]
+            inner = [
+                boundary - start for boundary in boundaries if start < boundary < start + count
+            ]
+            assert actual_boundaries.tolist() == [0, *inner, count]
 
 
 @pytest.mark.parametrize(
@@ -130,9 +132,9 @@ def test_packs_of_blocks(prefix, small_groups, packing):
     assert read == [
         (pack.epoch, pack.tokens.tolist(), pack.cu_seqlens.tolist()) for pack in in_order
     ]
-    edges = corpus.block_offsets(4)
+    boundaries = corpus.block_offsets(4)
     expected = np.concatenate(
-        [np.arange(edges[number], edges[number + 1]) for number in blocks.indices]
+        [np.arange(boundaries[index], boundaries[index + 1]) for index in blocks.indices]
     )
     tokens, counts = np.unique([tokens for _, tokens, _ in read], return_counts=True)
     assert (
@@ -254,8 +256,10 @@ def test_batches_of_a_sorted_corpus_vary_little_more_than_random_ones():
         seed=1,
     )
     tokens = np.stack([packs[sample].tokens[::8] for sample in range(64 * 100)])
-    shares = (tokens < documents // 2).reshape(100, -1).mean(1)
-    assert shares.var() / (0.25 / (4 * 64)) == pytest.approx(1 + 3 / 16, abs=4 * np.sqrt(2 / 100))
+    fractions = (tokens < documents // 2).reshape(100, -1).mean(1)
+    assert fractions.var() / (0.25 / (4 * 64)) == pytest.approx(
+        1 + 3 / 16, abs=4 * np.sqrt(2 / 100)
+    )
     assert abs(np.corrcoef(tokens[:-1, 0], tokens[1:, 0])[0, 1]) < 0.05  # one pack and the next
 
 

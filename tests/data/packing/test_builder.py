@@ -141,8 +141,8 @@ def test_no_corpus_is_read_more_often_than_allowed(corpora):
         for sample in range(data.train.samples)
     ]
     assert {epoch for _, epoch in read} == {0, 1}
-    for number, part in enumerate(data.train_datasets):
-        assert sum(corpus == number for corpus, _ in read) == part.first_sample_of_epoch(2)
+    for index, part in enumerate(data.train_datasets):
+        assert sum(corpus == index for corpus, _ in read) == part.first_sample_of_epoch(2)
     assert [row.epochs for row in data.corpus_usage(data.train.samples)] == [2.0] * len(
         data.corpora
     )

@@ -28,13 +28,13 @@ def plain_order(counts, samples):
     behind.
     """
     least = Fraction(1, 2 * len(counts) - 2)
-    shares = [Fraction(count, sum(counts)) for count in counts]
+    fractions = [Fraction(count, sum(counts)) for count in counts]
     behind = [Fraction(0)] * len(counts)
     order = []
     for _ in range(samples):
-        behind = [debt + share for debt, share in zip(behind, shares, strict=True)]
+        behind = [debt + fraction for debt, fraction in zip(behind, fractions, strict=True)]
         choices = [corpus for corpus, debt in enumerate(behind) if debt >= least]
-        chosen = min(choices, key=lambda corpus: (1 - least - behind[corpus]) / shares[corpus])
+        chosen = min(choices, key=lambda corpus: (1 - least - behind[corpus]) / fractions[corpus])
         behind[chosen] -= 1
         order.append(chosen)
     return order
@@ -85,8 +85,8 @@ def test_packs_come_in_the_order_in_which_they_are_due(limits):
     packs = []
     for corpus, (weight, end) in enumerate(zip(weights, ends, strict=True)):
         phase = (corpus + 1) * (5**0.5 - 1) / 2 % 1
-        packs += [((number + phase) / weight, corpus, number) for number in range(end)]
-    expected = [(corpus, number) for _, corpus, number in sorted(packs)]
+        packs += [((pack + phase) / weight, corpus, pack) for pack in range(end)]
+    expected = [(corpus, pack) for _, corpus, pack in sorted(packs)]
     order = DueOrder([Fraction(str(weight)) for weight in weights], limits and np.array(limits))
     last = 149_999 if limits is None else len(expected) - 1
     for place in (last, 0, 65_536, 65_535, 12, *range(60_000, 61_000)):
@@ -111,15 +111,15 @@ def test_the_first_of_given_packs_is_located(order):
         if order.samples is not None and packs == [80_000, 9]:
             assert first == order.samples  # both corpora end before
             continue
-        corpus, number = order.locate(first)
-        assert number == packs[corpus]
+        corpus, pack = order.locate(first)
+        assert pack == packs[corpus]
         assert (order.packs_before(first) <= packs).all()
 
 
 def test_corpora_that_have_ended_before_a_phase_are_not_in_it():
     order = DueOrder([Fraction(1), Fraction(1)], np.array([10, 20])).skip_packs(np.array([12, 5]))
     assert order.samples == 15 and [order.locate(sample) for sample in range(15)] == [
-        (1, number) for number in range(15)
+        (1, pack) for pack in range(15)
     ]
 
 

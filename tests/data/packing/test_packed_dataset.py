@@ -47,7 +47,7 @@ def test_random_length_packs_are_the_same_tokens_in_two_chunks():
     concat = ConcatPackedDataset(source, documents, 64, seed=2)
     cut = RandomLengthPackedDataset(source, documents, 64, seed=2)
     again = RandomLengthPackedDataset(source, documents, 64, seed=2)
-    other = RandomLengthPackedDataset(source, documents, 64, seed=3)
+    other_seed = RandomLengthPackedDataset(source, documents, 64, seed=3)
     for sample in range(100):
         pack = cut[sample]
         assert (
@@ -62,7 +62,7 @@ def test_random_length_packs_are_the_same_tokens_in_two_chunks():
     assert [again[sample].cu_seqlens[1] for sample in (99, 0)] == [
         cut[sample].cu_seqlens[1] for sample in (99, 0)
     ]
-    assert [other[sample].cu_seqlens[1] for sample in range(9)] != [
+    assert [other_seed[sample].cu_seqlens[1] for sample in range(9)] != [
         cut[sample].cu_seqlens[1] for sample in range(9)
     ]
 

@@ -37,8 +37,8 @@ def test_a_corpus_only_for_validation_is_whole(prefix):
     corpus = Corpus.open(prefix)
     tokens = np.concatenate(
         [
-            corpus.tokens(number, 0, int(length))
-            for number, length in enumerate(corpus.document_lengths)
+            corpus.tokens(index, 0, int(length))
+            for index, length in enumerate(corpus.document_lengths)
         ]
     )
     assert (
@@ -52,14 +52,14 @@ def test_a_corpus_is_opened_once_and_has_the_documents_of_a_split_that_gives_all
     prefix, monkeypatch
 ):
     opened = {}
-    whole = open_set(prefix, opened=opened)
-    assert open_set(prefix, opened=opened).corpus is whole.corpus and len(opened) == 1
-    assert np.array_equal(whole.documents, split_corpus(whole.corpus, (0, 1, 0))[1])
+    whole_corpus = open_set(prefix, opened=opened)
+    assert open_set(prefix, opened=opened).corpus is whole_corpus.corpus and len(opened) == 1
+    assert np.array_equal(whole_corpus.documents, split_corpus(whole_corpus.corpus, (0, 1, 0))[1])
     # As in validation.jsonl of earlier versions.
-    assert whole.identity == [whole.corpus.fingerprint, "0,1,0"]
+    assert whole_corpus.identity == [whole_corpus.corpus.fingerprint, "0,1,0"]
     monkeypatch.setattr("megaenc.data.packing.builder.MOST_SHUFFLED", 8)
     blocks = open_set(prefix, order="blocks").documents
-    expected = split_corpus(whole.corpus, (0, 1, 0), "blocks")[1]
+    expected = split_corpus(whole_corpus.corpus, (0, 1, 0), "blocks")[1]
     assert blocks.size == expected.size and np.array_equal(blocks.indices, expected.indices)
 
 
@@ -80,8 +80,8 @@ def test_packs_of_any_length_begin_with_the_same_text(prefix):
     assert np.array_equal(short, text(held_out, 64, 4)) and np.array_equal(
         short, text(held_out, 128, 2)
     )
-    edges = [held_out.pack(64)[sample].cu_seqlens.tolist() for sample in range(4)]
-    assert all(len(each) > 2 for each in edges)  # documents are shuffled, and told apart
+    cu_seqlens = [held_out.pack(64)[sample].cu_seqlens.tolist() for sample in range(4)]
+    assert all(len(row) > 2 for row in cu_seqlens)  # documents are shuffled, and told apart
 
 
 def test_names_come_before_prefixes():

@@ -31,9 +31,17 @@ def test_a_killed_owner_of_this_machine_is_replaced_at_once(tmp_path):
 
 def test_an_owner_that_gives_no_sign_of_life_is_replaced_after_a_while(tmp_path, monkeypatch):
     monkeypatch.setattr(claims, "DEAD_SECONDS", 0.4)
-    own = claims._identify_machine()
+    machine = claims._identify_machine()
     path = tmp_path / "work.claim"
-    for content in ("elsewhere 1", f"{own} 1", f"{own} {1 << 80}", own, "", "[" * 200, "\udcff"):
+    for content in (
+        "elsewhere 1",
+        f"{machine} 1",
+        f"{machine} {1 << 80}",
+        machine,
+        "",
+        "[" * 200,
+        "\udcff",
+    ):
         path.write_text(content, errors="surrogateescape")
         os.utime(path, (0, 0))  # the clock of another machine does not count
         shared = ClaimDirectory(tmp_path)

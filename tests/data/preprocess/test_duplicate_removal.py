@@ -53,7 +53,10 @@ def planted_corpus():
 def similarities(texts):
     """Return the true Jaccard similarity over 5-grams of words of each pair."""
     words = [text.split() for text in texts]
-    ngrams = [{tuple(each[start : start + 5]) for start in range(len(each) - 4)} for each in words]
+    ngrams = [
+        {tuple(text_words[start : start + 5]) for start in range(len(text_words) - 4)}
+        for text_words in words
+    ]
     return {
         (a, b): len(ngrams[a] & ngrams[b]) / len(ngrams[a] | ngrams[b])
         for a, b in combinations(range(len(texts)), 2)
@@ -71,7 +74,7 @@ def brute_force_duplicates(keys):
             if (band[:, a] == band[:, b]).all() and roots[a] != roots[b]:
                 low, high = sorted((roots[a], roots[b]))
                 roots = [low if root == high else root for root in roots]
-    return [root != number for number, root in enumerate(roots)]
+    return [root != index for index, root in enumerate(roots)]
 
 
 @pytest.mark.parametrize("changes", [{"workers": 3}, {"partitions": 4}], ids=str)
@@ -95,7 +98,7 @@ def test_minhash_against_true_similarities(write, capsys):
     removed = {later for (_, later), value in pairs.items() if value >= 0.95}
     assert len(removed) == 20
     want = contents(
-        write("want", [text for number, text in enumerate(texts) if number not in removed])
+        write("want", [text for index, text in enumerate(texts) if index not in removed])
     )
     first = write("one", texts, deduplicate="minhash")
     assert contents(first) == want

@@ -37,16 +37,16 @@ def read_blocks(inputs, ranges, real=resolve.read_blocks):
         yield block
 resolve.read_blocks = read_blocks
 @contextlib.contextmanager
-def new_partition(directory, number, real=WorkDirectory.new_partition):
-    print("writing", number, flush=True)
-    with real(directory, number) as partition:
+def new_partition(directory, index, real=WorkDirectory.new_partition):
+    print("writing", index, flush=True)
+    with real(directory, index) as partition:
         yield partition
-    print("wrote", number, flush=True)
+    print("wrote", index, flush=True)
 WorkDirectory.new_partition = new_partition
-for number in range(count):
+for index in range(count):
     pids.append(os.fork())
     if not pids[-1]:
-        os.dup2(os.open(f"log{number}", os.O_CREAT | os.O_WRONLY, 0o644), 1)
+        os.dup2(os.open(f"log{index}", os.O_CREAT | os.O_WRONLY, 0o644), 1)
         os.dup2(1, 2)
         command.main(sys.argv[1:])
         sys.exit()
@@ -60,7 +60,7 @@ def settings(tmp_path, tokenizer_directory):
     """Return the settings for a hundred documents, some equal, in twelve partitions."""
     corpus = write_jsonl(
         tmp_path / "corpus.jsonl",
-        [f"{number % 7} {text}" for number in range(20) for text in TEXTS],
+        [f"{index % 7} {text}" for index in range(20) for text in TEXTS],
     )
     return corpus_settings(corpus, tokenizer_directory, partitions=12, deduplicate="exact")
 
@@ -81,8 +81,8 @@ def nodes(tmp_path, settings):
     pids = []
 
     def start(count):
-        for number in range(count):
-            (tmp_path / f"log{number}").touch()
+        for index in range(count):
+            (tmp_path / f"log{index}").touch()
         words = [sys.executable, "-c", NODES, *flags, str(count)]
         started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=tmp_path))
         pids.extend(map(int, started[0].stdout.readline().split()))
@@ -95,13 +95,13 @@ def nodes(tmp_path, settings):
     started[0].wait()
 
 
-def read_log(directory, number):
-    return (directory / f"log{number}").read_text()
+def read_log(directory, index):
+    return (directory / f"log{index}").read_text()
 
 
-def is_writing(directory, number):
+def is_writing(directory, index):
     """Return whether a process is writing a partition, and how many it has written."""
-    log = read_log(directory, number)
+    log = read_log(directory, index)
     return log.count("writing") > log.count("wrote") and log.count("wrote") > 0
 
 
@@ -113,8 +113,8 @@ def test_processes_share_the_partitions_and_one_that_is_killed_loses_nothing(
     wait_until(lambda: is_writing(tmp_path, 2))
     os.kill(pids[2], signal.SIGKILL)
     assert exit_codes() == [0, 0, -9], read_log(tmp_path, 0) + read_log(tmp_path, 1)
-    logs = [read_log(tmp_path, number) for number in range(3)]
-    written = [int(number) for log in logs for number in re.findall(r"wrote (\d+)", log)]
+    logs = [read_log(tmp_path, index) for index in range(3)]
+    written = [int(index) for log in logs for index in re.findall(r"wrote (\d+)", log)]
     assert sorted(written) == list(range(12))  # none twice
     assert all(log.count("wrote") > 1 for log in logs[:2])
     assert sorted("merging the partitions  100 %" in log for log in logs) == [False, False, True]
@@ -220,11 +220,11 @@ def test_a_directory_that_another_process_removes_is_made_again(
     real = WorkDirectory.new_partition
     removed = []
 
-    def new_partition(directory, number):
-        if number == 3 and not removed:
+    def new_partition(directory, index):
+        if index == 3 and not removed:
             removed.append(True)
             directory.remove()
-        return real(directory, number)
+        return real(directory, index)
 
     monkeypatch.setattr(WorkDirectory, "new_partition", new_partition)
     (prefix,) = preprocess(settings)
@@ -235,12 +235,12 @@ def test_a_directory_that_another_command_takes_over_is_its_own(tmp_path, settin
     real = WorkDirectory.new_partition
     theirs = []
 
-    def new_partition(directory, number):
-        if number == 3:
+    def new_partition(directory, index):
+        if index == 3:
             directory.remove()
             theirs.append(WorkDirectory(directory.path, {"input": "theirs"}, ["text"], "uint16", 1))
             theirs[0].open()
-        return real(directory, number)
+        return real(directory, index)
 
     monkeypatch.setattr(WorkDirectory, "new_partition", new_partition)
     with pytest.raises(InputError, match=r'plan\.json: field `input`: found "theirs", expected'):

@@ -6,7 +6,7 @@ from text_helpers import parse_blocks, serve_hub
 from megaenc.data.sources import arrow_tables, text_files
 from megaenc.errors import InputError
 
-TEXTS = [f"document {number} " * (1 + number % 7) for number in range(100)]
+TEXTS = [f"document {row} " * (1 + row % 7) for row in range(100)]
 
 
 def written(path, columns, **options):
@@ -40,7 +40,7 @@ def test_row_groups_are_cut_into_blocks_and_nothing_is_lost(
 
 
 def test_text_that_repeats_and_takes_no_room_in_the_file_comes_in_blocks(tmp_path):
-    texts = [str(number % 2) * 100_000 for number in range(400)]
+    texts = [str(row % 2) * 100_000 for row in range(400)]
     path = written(tmp_path / "a.parquet", {"text": pa.array(texts).dictionary_encode()})
     assert (tmp_path / "a.parquet").stat().st_size < 200_000
     before = pa.total_allocated_bytes()

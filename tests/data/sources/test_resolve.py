@@ -272,8 +272,8 @@ def test_a_file_that_changes_is_noticed(tmp_path):
 def write_encoded(directory, texts, encoding):
     """Write the texts as lines, paragraphs and rows in `encoding`, with CRLF."""
     contents = {
-        "a.csv": ['"id";"text"', *(f'{number};"{text}"' for number, text in enumerate(texts))],
-        "a.tsv": ["id;text", *(f"{number};{text}" for number, text in enumerate(texts))],
+        "a.csv": ['"id";"text"', *(f'{index};"{text}"' for index, text in enumerate(texts))],
+        "a.tsv": ["id;text", *(f"{index};{text}" for index, text in enumerate(texts))],
         "a.jsonl": [json.dumps({"text": text}, ensure_ascii=False) for text in texts],
         "a.txt": [text for text in texts if text],
     }

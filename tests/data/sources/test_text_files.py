@@ -60,7 +60,7 @@ def test_a_file_is_read_in_blocks_and_in_parts_of_whole_lines(tmp_path, monkeypa
     starts = [find_line_start(str(path), offset) for offset in range(len(data) + 1)]
     assert sorted(set(starts)) == [
         0,
-        *[at + 1 for at, byte in enumerate(data) if byte == ord("\n")],
+        *[offset + 1 for offset, byte in enumerate(data) if byte == ord("\n")],
     ]
     assert all(start >= offset for offset, start in enumerate(starts))
     for start in set(starts):
@@ -222,8 +222,8 @@ def test_the_quick_parser_takes_nothing_that_the_other_does_not():
     for _ in range(10_000):
         line = bytearray(draw.choice(WELL_FORMED))
         for _ in range(draw.randint(0, 2)):
-            at = draw.randrange(len(line) + 1)
-            line[at : at + draw.choice([0, 0, 1, 3])] = draw.choice([*MISHAPS, b""])
+            offset = draw.randrange(len(line) + 1)
+            line[offset : offset + draw.choice([0, 0, 1, 3])] = draw.choice([*MISHAPS, b""])
         quick = text_files._parse_json_fast(bytes(line), ["text"])
         if quick is not None:
             assert text_files._parse_json(bytes(line), ["text"]) == quick, line
