@@ -159,16 +159,16 @@ class _Embedding(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, numbers, weight):
-        ctx.save_for_backward(numbers)
+    def forward(ctx, indices, weight):
+        ctx.save_for_backward(indices)
         ctx.rows = len(weight)
-        return torch.nn.functional.embedding(numbers, weight)
+        return torch.nn.functional.embedding(indices, weight)
 
     @staticmethod
     def backward(ctx, gradient):
-        (numbers,) = ctx.saved_tensors
+        (indices,) = ctx.saved_tensors
         return None, torch.ops.aten.embedding_dense_backward(
-            gradient.float(), numbers, ctx.rows, -1, False
+            gradient.float(), indices, ctx.rows, -1, False
         ).to(gradient.dtype)
 
 
@@ -179,12 +179,12 @@ def _replace_embedding() -> None:
     """
     from megatron.core.tensor_parallel import layers
 
-    def embedding(numbers, weight):
+    def embedding(indices, weight):
         plain = weight.dtype == torch.float32
         return (
-            torch.nn.functional.embedding(numbers, weight)
+            torch.nn.functional.embedding(indices, weight)
             if plain
-            else _Embedding.apply(numbers, weight)
+            else _Embedding.apply(indices, weight)
         )
 
     layers.F = _ModuleProxy(torch.nn.functional, embedding=embedding)

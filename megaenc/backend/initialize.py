@@ -196,23 +196,23 @@ def _agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: timedelt
     under it, so that no process reads an answer meant for an earlier one. Names left by earlier
     attempts are answered too, until new ones replace them. A parent waits for all below it.
     """
-    attempt = own_name = uuid.uuid4().hex
-    store.set(f"megaenc/process {rank}", own_name)
+    attempt = process_name = uuid.uuid4().hex
+    store.set(f"megaenc/process {rank}", process_name)
     if rank:
         # Blocks until it is set.
-        attempt, _, parent = _decode_answer(store.get(f"{own_name}/attempt")).partition(" ")
+        attempt, _, parent = _decode_answer(store.get(f"{process_name}/attempt")).partition(" ")
     children = range(_FAN_OUT * rank + 1, min(_FAN_OUT * (rank + 1) + 1, size))
     answered: set[str] = set()
     deadline = time.monotonic() + timeout.total_seconds()
-    while store.add(f"{own_name}/present", 0) < len(children):
+    while store.add(f"{process_name}/present", 0) < len(children):
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"not all of {size} processes joined within {timeout.total_seconds():.0f} s"
             )
-        for other in children:
-            key = f"megaenc/process {other}"
+        for child in children:
+            key = f"megaenc/process {child}"
             if store.check([key]) and (name := _decode_answer(store.get(key))) not in answered:
-                store.set(f"{name}/attempt", f"{attempt} {own_name}")
+                store.set(f"{name}/attempt", f"{attempt} {process_name}")
                 answered.add(name)
         time.sleep(_POLL_SECONDS)
     if rank:

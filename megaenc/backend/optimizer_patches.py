@@ -145,10 +145,10 @@ def compare_groups_by_stage() -> Iterator[None]:
 
     all_gather_object = dist.all_gather_object
 
-    def gather_from_stages(objects: list[Any], own: Any) -> None:
+    def gather_from_stages(objects: list[Any], local_object: Any) -> None:
         group = parallel_state.get_pipeline_model_parallel_group()
         objects[:] = [None] * group.size()
-        all_gather_object(objects, own, group=group)
+        all_gather_object(objects, local_object, group=group)
 
     dist.all_gather_object = gather_from_stages
     try:

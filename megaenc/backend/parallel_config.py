@@ -123,31 +123,31 @@ class ParallelConfig:
             InputError: `num_layers` layers cannot be split by the flags.
         """
         stages = self.pipeline_model_parallel_size
-        each = self.num_layers_per_virtual_pipeline_stage
+        chunk_layers = self.num_layers_per_virtual_pipeline_stage
         for flag, value in (
             ("--pipeline-model-parallel-layout", self.pipeline_model_parallel_layout),
-            ("--num-layers-per-virtual-pipeline-stage", each),
+            ("--num-layers-per-virtual-pipeline-stage", chunk_layers),
         ):
             if value and stages == 1:
                 raise InputError(
                     f"{flag}: found --pipeline-model-parallel-size 1, expected 2 or more"
                 )
         if self.pipeline_model_parallel_layout:
-            if each:
+            if chunk_layers:
                 raise InputError(
                     "--num-layers-per-virtual-pipeline-stage: found with "
                     "--pipeline-model-parallel-layout, expected one of them"
                 )
             return _parse_pipeline_layout(self.pipeline_model_parallel_layout, num_layers, stages)
-        if each:
-            if num_layers % (each * stages) or num_layers == each * stages:
+        if chunk_layers:
+            if num_layers % (chunk_layers * stages) or num_layers == chunk_layers * stages:
                 raise InputError(
-                    f"--num-layers-per-virtual-pipeline-stage: found {each}, but {num_layers} "
-                    f"layers on {stages} stages are not "
-                    f"two or more chunks of {each} on each; for uneven chunks give "
+                    f"--num-layers-per-virtual-pipeline-stage: found {chunk_layers}, but "
+                    f"{num_layers} layers on {stages} stages are not "
+                    f"two or more chunks of {chunk_layers} on each; for uneven chunks give "
                     "--pipeline-model-parallel-layout"
                 )
-            return (each,) * (num_layers // each)
+            return (chunk_layers,) * (num_layers // chunk_layers)
         if num_layers < stages:
             raise InputError(
                 f"--pipeline-model-parallel-size: found {stages}, expected at most the "
@@ -192,18 +192,18 @@ class ParallelConfig:
                 )
         if self.recompute_granularity != "full":
             return
-        method, number = self.full_recompute
+        method, unit_layers = self.full_recompute
         split = self.layers_per_chunk(num_layers)
         for layers in split:
             # megatron-core would read past the last layer.
-            if method == "uniform" and layers % number:
+            if method == "uniform" and layers % unit_layers:
                 raise InputError(
-                    f"--recompute-num-layers: found {number}, expected a divisor of the {layers} "
-                    "layers of a stage"
+                    f"--recompute-num-layers: found {unit_layers}, expected a divisor of the "
+                    f"{layers} layers of a stage"
                 )
-        if number > max(split):
+        if unit_layers > max(split):
             raise InputError(
-                f"--recompute-num-layers: found {number}, expected at most the {max(split)} "
+                f"--recompute-num-layers: found {unit_layers}, expected at most the {max(split)} "
                 "layers of a stage"
             )
 
@@ -244,9 +244,11 @@ def _even_split(num_layers: int, stages: int) -> tuple[int, ...]:
 
     A remainder goes to the middle first, then towards the embedding.
     """
-    each, rest = divmod(num_layers, stages)
-    larger = sorted(range(stages), key=lambda stage: (abs(2 * stage - (stages - 1)), stage))[:rest]
-    return tuple(each + (stage in larger) for stage in range(stages))
+    smallest, remainder = divmod(num_layers, stages)
+    larger = sorted(range(stages), key=lambda stage: (abs(2 * stage - (stages - 1)), stage))[
+        :remainder
+    ]
+    return tuple(smallest + (stage in larger) for stage in range(stages))
 
 
 def _parse_pipeline_layout(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
