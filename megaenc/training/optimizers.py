@@ -178,33 +178,39 @@ class Muon(_ShardAwareOptimizer):
         All ranks call this together; `closure` is ignored.
         """
         self.begin_steps()
-        for number, group in enumerate(self.param_groups):
+        for index, group in enumerate(self.param_groups):
             vectors = [
                 s.param
                 for s in self.shards
-                if s.param is not None and s.group == number and not s.parts
+                if s.param is not None and s.group == index and not s.parts
             ]
             self.update_adamw(vectors, group, group["lr"])
         replicas = self.replica_group.size() if self.replica_group else 1
         rank = self.replica_group.rank() if self.replica_group else 0
         matrices = self._order_matrices(replicas)
         for first in range(0, len(matrices), replicas):
-            numbers = matrices[first : first + replicas]
-            batch = [self.shards[number] for number in numbers]
+            indices = matrices[first : first + replicas]
+            batch = [self.shards[index] for index in indices]
             momenta = [self._update_momentum(shard) for shard in batch]
             exchange = (
-                _RangeExchange(self._ranges, numbers, self.range_group)
+                _RangeExchange(self._ranges, indices, self.range_group)
                 if self.range_group
                 else None
             )
-            own = (
+            local_matrix = (
                 exchange.to_owner(momenta, self.dtype, self.device)
                 if exchange
                 else momenta[min(rank, len(batch) - 1)]
             )
             if rank < len(batch):
-                own = self._orthogonalize(batch[rank], own.view(batch[rank].shape))
-            updates = exchange.from_owner(own) if exchange else self._broadcast_updates(batch, own)
+                local_matrix = self._orthogonalize(
+                    batch[rank], local_matrix.view(batch[rank].shape)
+                )
+            updates = (
+                exchange.from_owner(local_matrix)
+                if exchange
+                else self._broadcast_updates(batch, local_matrix)
+            )
             for shard, update in zip(batch, updates, strict=True):
                 if shard.param is not None:
                     group = self.param_groups[shard.group]
@@ -219,13 +225,13 @@ class Muon(_ShardAwareOptimizer):
         rank.
         """
         by_size: dict[int, list[int]] = {}
-        for number, shard in enumerate(self.shards):
+        for index, shard in enumerate(self.shards):
             if shard.parts:
-                by_size.setdefault(shard.shape.numel(), []).append(number)
+                by_size.setdefault(shard.shape.numel(), []).append(index)
         order = []
         for size in sorted(by_size, reverse=True):
             rounds = -(-len(by_size[size]) // replicas)
-            order += [number for first in range(rounds) for number in by_size[size][first::rounds]]
+            order += [index for first in range(rounds) for index in by_size[size][first::rounds]]
         return order
 
     def _update_momentum(self, shard: WeightShard) -> torch.Tensor | None:
@@ -242,20 +248,22 @@ class Muon(_ShardAwareOptimizer):
         return grad.lerp(momentum, self.momentum).to(self.dtype)
 
     def _broadcast_updates(
-        self, batch: Sequence[WeightShard], own: torch.Tensor
+        self, batch: Sequence[WeightShard], local_update: torch.Tensor
     ) -> list[torch.Tensor]:
         """Return the updates of all matrices of `batch`.
 
         Args:
-            own: Update that this rank has computed: that of matrix i on rank i of the replicas.
+            local_update: Update that this rank has computed, of matrix i on rank i of the replicas.
         """
         if self.replica_group is None:
-            return [own]
+            return [local_update]
         updates = []
         for owner, shard in enumerate(batch):
             is_owner = self.replica_group.rank() == owner
             updates.append(
-                own if is_owner else torch.empty(shard.shape, dtype=self.dtype, device=self.device)
+                local_update
+                if is_owner
+                else torch.empty(shard.shape, dtype=self.dtype, device=self.device)
             )
             dist.broadcast(
                 updates[-1], dist.get_global_rank(self.replica_group, owner), self.replica_group
@@ -269,9 +277,9 @@ class Muon(_ShardAwareOptimizer):
         Returns:
             Numbers [ranks of `range_group`][weights].
         """
-        own = [0 if shard.param is None else shard.param.numel() for shard in self.shards]
+        local_sizes = [0 if shard.param is None else shard.param.numel() for shard in self.shards]
         sizes: list = [None] * self.range_group.size()
-        dist.all_gather_object(sizes, own, group=self.range_group)
+        dist.all_gather_object(sizes, local_sizes, group=self.range_group)
         return sizes
 
     def _orthogonalize(self, shard: WeightShard, update: torch.Tensor) -> torch.Tensor:
@@ -292,11 +300,15 @@ class Muon(_ShardAwareOptimizer):
             if split_group:
                 pieces = [torch.empty_like(matrix) for _ in range(split_group.size())]
                 dist.all_gather(pieces, matrix, group=split_group)
-                whole = orthogonalize(torch.cat(pieces, shard.split_dim), self.newton_schulz_steps)
-                matrix = whole.chunk(split_group.size(), shard.split_dim)[split_group.rank()]
+                full_matrix = orthogonalize(
+                    torch.cat(pieces, shard.split_dim), self.newton_schulz_steps
+                )
+                matrix = full_matrix.chunk(split_group.size(), shard.split_dim)[split_group.rank()]
             else:
-                matrix = whole = orthogonalize(matrix, self.newton_schulz_steps)
-            results.append((matrix * (_MUON_RMS * max(whole.shape) ** 0.5)).reshape(part.shape))
+                matrix = full_matrix = orthogonalize(matrix, self.newton_schulz_steps)
+            results.append(
+                (matrix * (_MUON_RMS * max(full_matrix.shape) ** 0.5)).reshape(part.shape)
+            )
         return torch.cat(results, dim=1).reshape(shard.shape).contiguous()
 
 
@@ -309,19 +321,19 @@ class _RangeExchange:
 
     Args:
         ranges: Number of elements by rank and weight.
-        numbers: Matrices of the round, as indices of weights; rank i owns `numbers[i]`.
+        indices: Matrices of the round, as indices of weights; rank i owns `indices[i]`.
     """
 
     def __init__(
-        self, ranges: Sequence[Sequence[int]], numbers: Sequence[int], group: dist.ProcessGroup
+        self, ranges: Sequence[Sequence[int]], indices: Sequence[int], group: dist.ProcessGroup
     ):
         rank = group.rank()
-        idle = group.size() - len(numbers)
+        idle = group.size() - len(indices)
         self._group = group
-        self._updated = [ranges[rank][number] for number in numbers] + [0] * idle  # by owner
+        self._updated = [ranges[rank][index] for index in indices] + [0] * idle  # by owner
         # Elements of the owned matrix by the rank that updates them.
-        self._owned = [sizes[numbers[rank]] if rank < len(numbers) else 0 for sizes in ranges]
-        self._count = len(numbers)
+        self._owned = [sizes[indices[rank]] if rank < len(indices) else 0 for sizes in ranges]
+        self._count = len(indices)
 
     def to_owner(
         self, parts: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device
@@ -334,21 +346,21 @@ class _RangeExchange:
         sent = [torch.empty(0, dtype=dtype, device=device)] + [
             part.flatten() for part in parts if part is not None
         ]
-        whole = torch.empty(sum(self._owned), dtype=dtype, device=device)
+        local_matrix = torch.empty(sum(self._owned), dtype=dtype, device=device)
         dist.all_to_all_single(
-            whole, torch.cat(sent), self._owned, self._updated, group=self._group
+            local_matrix, torch.cat(sent), self._owned, self._updated, group=self._group
         )
-        return whole
+        return local_matrix
 
-    def from_owner(self, whole: torch.Tensor) -> list[torch.Tensor]:
+    def from_owner(self, local_matrix: torch.Tensor) -> list[torch.Tensor]:
         """Return this rank's part of each matrix, flat.
 
         Args:
-            whole: Matrix that this rank owns.
+            local_matrix: Matrix that this rank owns.
         """
-        parts = whole.new_empty(sum(self._updated))
+        parts = local_matrix.new_empty(sum(self._updated))
         dist.all_to_all_single(
-            parts, whole.flatten(), self._updated, self._owned, group=self._group
+            parts, local_matrix.flatten(), self._updated, self._owned, group=self._group
         )
         return list(parts.split(self._updated))[: self._count]
 
@@ -431,9 +443,7 @@ def list_shards(
     Its parameter is the one that `optimizer` updates, the only part of `chained_optimizers`.
     """
     groups = optimizer.optimizer.param_groups
-    group_of = {
-        id(param): number for number, group in enumerate(groups) for param in group["params"]
-    }
+    group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     shards = []
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     for chunk in chunks:
@@ -443,8 +453,8 @@ def list_shards(
             if isinstance(optimizer, DistributedOptimizer):
                 param = None
                 if weight in optimizer.model_param_group_index_map:
-                    group, number = optimizer.model_param_group_index_map[weight]
-                    param = groups[group]["params"][number]
+                    group, param_index = optimizer.model_param_group_index_map[weight]
+                    param = groups[group]["params"][param_index]
                     start = optimizer._get_model_param_range_map(weight)["param"].start
             group = group_of.get(id(param), 0)
             split_dim = getattr(weight, "partition_dim", -1)

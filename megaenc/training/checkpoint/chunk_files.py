@@ -219,15 +219,15 @@ def _write_metadata(directory: Path, chunks: Sequence[StoredChunk]) -> None:
     storage = {}
     for key, stored in _group_by_key(chunks).items():
         boxes = [
-            dcp.ChunkStorageMetadata(torch.Size(each.global_offset), torch.Size(each.shape))
-            for each in stored
+            dcp.ChunkStorageMetadata(torch.Size(chunk.global_offset), torch.Size(chunk.shape))
+            for chunk in stored
         ]
         properties = dcp.TensorProperties(dtype=_DTYPES[stored[0].dtype])
         tensors[key] = dcp.TensorStorageMetadata(
             properties, torch.Size(stored[0].global_shape), boxes
         )
-        for each, box in zip(stored, boxes, strict=True):
-            place = filesystem._StorageInfo(each.file, each.archive_start, each.archive_bytes)
+        for chunk, box in zip(stored, boxes, strict=True):
+            place = filesystem._StorageInfo(chunk.file, chunk.archive_start, chunk.archive_bytes)
             storage[dcp.MetadataIndex(key, box.offsets)] = place
     metadata = dcp.Metadata(tensors, storage_data=storage, version=filesystem.CURRENT_DCP_VERSION)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -242,16 +242,16 @@ def check_coverage(chunks: Sequence[StoredChunk]) -> None:
     shape = chunks[0].global_shape
     elements = 0
     active: list[StoredChunk] = []  # those with rows in common with the current chunk
-    for chunk in sorted(chunks, key=lambda each: each.global_offset):
+    for chunk in sorted(chunks, key=lambda stored_chunk: stored_chunk.global_offset):
         is_inside = chunk.global_shape == shape and all(
             end <= size for end, size in zip(chunk.corner, shape, strict=True)
         )
         first_row, _ = chunk.rows
-        active = [other for other in active if other.rows[1] >= first_row]
+        active = [active_chunk for active_chunk in active if active_chunk.rows[1] >= first_row]
         columns = chunk.columns
         overlaps = any(
-            columns.start < other.columns.stop and other.columns.start < columns.stop
-            for other in active
+            columns.start < active_chunk.columns.stop and active_chunk.columns.start < columns.stop
+            for active_chunk in active
         )
         if not is_inside or overlaps:
             raise RuntimeError(
@@ -406,13 +406,13 @@ class ChunkReader:
         if missing < target.numel():
             target.zero_()
         stored = self._tensors[chunk.key]
-        starts = np.maximum([each.global_offset for each in stored], offset)
-        stops = np.minimum([each.corner for each in stored], offset + size)
-        for number in np.flatnonzero((starts < stops).all(1)):
-            start = starts[number]
-            stop = stops[number]
+        starts = np.maximum([stored_chunk.global_offset for stored_chunk in stored], offset)
+        stops = np.minimum([stored_chunk.corner for stored_chunk in stored], offset + size)
+        for index in np.flatnonzero((starts < stops).all(1)):
+            start = starts[index]
+            stop = stops[index]
             values = self._read_box(
-                stored[number], start - stored[number].global_offset, stop - start
+                stored[index], start - stored[index].global_offset, stop - start
             )
             target[tuple(map(slice, start - offset, stop - offset))].copy_(values)
             missing -= values.numel()

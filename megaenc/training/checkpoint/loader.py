@@ -59,13 +59,15 @@ class CheckpointLoader(CheckpointDir):
         """
         state = broadcast_call(lambda: self.read_state(step))
         path = self.path(step)
-        mine = sorted(state["files"])[get_rank() :: dist.get_world_size()]
+        local_names = sorted(state["files"])[get_rank() :: dist.get_world_size()]
 
-        def find_own_damage() -> str | None:
+        def find_local_damage() -> str | None:
             with name_machine():
-                return find_content_damage(path, {name: state["files"][name] for name in mine})
+                return find_content_damage(
+                    path, {name: state["files"][name] for name in local_names}
+                )
 
-        damages, _ = gather_lowest(call_on_all(find_own_damage))
+        damages, _ = gather_lowest(call_on_all(find_local_damage))
         for damage in damages.values():
             raise DamagedCheckpointError(f"{damage}; the checkpoint is damaged")
         if identity is not None and (mismatch := describe_difference(state["identity"], identity)):
@@ -178,12 +180,14 @@ def _load_tensors(engine: Engine, reader: ChunkReader, tensors: Sequence[StateTe
             chunk for tensor in tensors if id(tensor) not in received for chunk in tensor.chunks()
         )
     )
-    _send(tensor_ranks, 0, [tensor.elements(tensor.own) for tensor in copied])
+    _send(tensor_ranks, 0, [tensor.elements(tensor.local_range) for tensor in copied])
     engine.gather_parameters()
     if not engine.layout.use_distributed_optimizer and replicas.size() > 1:
         for rank in range(replicas.size()):
             shares = equal_shares(engine, rank)
-            _send(replicas, rank, [tensor.elements(shares[tensor.number]) for tensor in tensors])
+            _send(
+                replicas, rank, [tensor.elements(shares[tensor.weight_index]) for tensor in tensors]
+            )
 
 
 def _send(group: dist.ProcessGroup, source: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -240,7 +244,7 @@ def verify_weights(
     try:
         return checkpoints.verify(step, identity)
     except DamagedCheckpointError as damage:
-        other_steps = [other for other in checkpoints.steps() if other != step]
+        other_steps = [other_step for other_step in checkpoints.steps() if other_step != step]
         others = (
             f"choose one of steps {', '.join(map(str, other_steps))} ({flag})"
             if other_steps

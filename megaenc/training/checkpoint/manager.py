@@ -98,7 +98,7 @@ class CheckpointManager(CheckpointLoader):
         self._saved_step = 0
         """Step of a running save."""
         # Fields of state.json of checkpoints found to be whole.
-        self._whole: dict[int, dict[str, Any]] = {}
+        self._complete_states: dict[int, dict[str, Any]] = {}
 
     def retarget_tracker(self, plan: Plan) -> None:
         """Reset the tracker to the newest checkpoint that skipped the packs of `plan`.
@@ -305,16 +305,16 @@ class CheckpointManager(CheckpointLoader):
             os.rename(attempt, target)
             fsync_path(self.directory)
             atomic_write(self.directory / TRACKER_FILE, f"{state['step']}\n")
-        self._remember_whole(state)
+        self._remember_complete(state)
         self.delete_old(state["step"], plan)
 
-    def _remember_whole(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _remember_complete(self, state: dict[str, Any]) -> dict[str, Any]:
         """Keep and return the fields of a whole checkpoint's state.json but its files.
 
         Later saves then need not look at each of its files again.
         """
         fields = {name: value for name, value in state.items() if name != "files"}
-        self._whole[state["step"]] = fields
+        self._complete_states[state["step"]] = fields
         return fields
 
     def _remove(self, path: Path) -> None:
@@ -341,9 +341,9 @@ class CheckpointManager(CheckpointLoader):
         for step in self.steps():
             if step >= newest:
                 break
-            state = self._whole.get(step)
+            state = self._complete_states.get(step)
             try:
-                state = state or self._remember_whole(self.read_state(step))
+                state = state or self._remember_complete(self.read_state(step))
             except UnreadableCheckpointError:
                 continue
             except DamagedCheckpointError:

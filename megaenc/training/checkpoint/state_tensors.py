@@ -22,7 +22,7 @@ MASTER_PREFIX = "optimizer.state.fp32_param."
 class StateTensor:
     """A weight, or a state of the optimizer for it, as far as one rank holds it."""
 
-    number: int
+    weight_index: int
     """Index of the weight among those of all chunks of the rank, from 0."""
     prefix: str
     """Text before the weight's name in a checkpoint; empty for the weight itself."""
@@ -35,7 +35,7 @@ class StateTensor:
     """Flat tensor of the elements that the rank holds."""
     start: int
     """Number of elements of the part before `values`."""
-    own: range
+    local_range: range
     """Elements of the part that no other data-parallel rank saves and reads."""
 
     @property
@@ -57,14 +57,14 @@ class StateTensor:
         return self.values[selected.start - self.start : selected.stop - self.start]
 
     def chunks(self) -> Iterator[ShardedTensor]:
-        """Yield the rectangles of the whole weight that the elements `own` fill.
+        """Yield the rectangles of the whole weight that the elements `local_range` fill.
 
         Their `data` are views of `values`, of at most MAX_CHUNK_BYTES each.
         """
         first = 0
         for shard in self.shards:
             stop = first + math.prod(shard.local_shape)
-            common = range(max(self.own.start, first), min(self.own.stop, stop))
+            common = range(max(self.local_range.start, first), min(self.local_range.stop, stop))
             if common:
                 named = dataclasses.replace(shard, key=self.prefix + shard.key, data=None)
                 yield from cut_range(named, self.elements(common), common.start - first)
@@ -104,7 +104,7 @@ def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterato
             local_shape=(rows, columns)[:axes],
             global_offset=(
                 *before,
-                *(at + more for at, more in zip(corner, (row, column), strict=False)),
+                *(offset + shift for offset, shift in zip(corner, (row, column), strict=False)),
             ),
             axis_fragmentations=None,
         )
@@ -115,7 +115,7 @@ def list_engine_state(engine: Engine) -> list[StateTensor]:
     """Return the weights of this rank and the optimizer's state for them.
 
     Each weight is followed by its states, all as views. States that no step has made yet are
-    created as zeros. With the distributed optimizer the elements `own` are those that the rank
+    created as zeros. With the distributed optimizer, `local_range` has the elements that the rank
     updates; else all data-parallel ranks hold all, and each has an equal share.
     """
     [optimizer] = engine.optimizer.chained_optimizers
@@ -128,16 +128,20 @@ def list_engine_state(engine: Engine) -> list[StateTensor]:
     weights = [weight for chunk in engine.chunks for weight in chunk.parameters()]
     updated = list_shards(engine.chunks, optimizer)
     if engine.layout.use_distributed_optimizer:
-        own = [
-            range(0) if each.param is None else range(each.start, each.start + each.param.numel())
-            for each in updated
+        local_ranges = [
+            range(0)
+            if shard.param is None
+            else range(shard.start, shard.start + shard.param.numel())
+            for shard in updated
         ]
     else:
-        own = equal_shares(engine, parallel_state.get_data_parallel_rank())
+        local_ranges = equal_shares(engine, parallel_state.get_data_parallel_rank())
     tensors = []
-    for number, (weight, update) in enumerate(zip(weights, updated, strict=True)):
+    for index, (weight, update) in enumerate(zip(weights, updated, strict=True)):
         shards = places[id(weight)]
-        tensors.append(StateTensor(number, "", shards, weight.detach().view(-1), 0, own[number]))
+        tensors.append(
+            StateTensor(index, "", shards, weight.detach().view(-1), 0, local_ranges[index])
+        )
         if update.param is None:
             continue
         states = {
@@ -148,7 +152,9 @@ def list_engine_state(engine: Engine) -> list[StateTensor]:
             states[MASTER_PREFIX] = update.param.detach()
         for prefix, state in states.items():
             tensors.append(
-                StateTensor(number, prefix, shards, state.view(-1), update.start, own[number])
+                StateTensor(
+                    index, prefix, shards, state.view(-1), update.start, local_ranges[index]
+                )
             )
     return tensors
 
