@@ -61,7 +61,7 @@ def tokens(number: float) -> str:
 
 
 def phase_tokens(settings: PretrainConfig, *_: object) -> str:
-    return tokens(settings.tokens_after(settings.own_iters))
+    return tokens(settings.tokens_after(settings.phase_iters))
 
 
 def is_decaying(settings: PretrainConfig) -> bool:

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for phase, report in zip(phases, reports, strict=True):
         if len(phases) > 1:
             console.print(
-                f"{phase.pretrain.own_iters:,} steps of {phase.pretrain.objective_schedule}:",
+                f"{phase.pretrain.phase_iters:,} steps of {phase.pretrain.objective_schedule}:",
                 style="bold",
             )
         report.print(console)

@@ -40,8 +40,8 @@ def select_plan_attention(plan: Plan, backend: Backend) -> str:
     settings = plan.settings
     requested = settings.kernels.attention_backend
     phases = [phase.settings for phase in settings.phase_configs]
-    batch_shape = {"seq_length": max(each.data.seq_length for each in phases)}
-    batch_shape["packs"] = max(each.packs_at_once for each in phases)
+    batch_shape = {"seq_length": max(phase.data.seq_length for phase in phases)}
+    batch_shape["packs"] = max(phase.packs_at_once for phase in phases)
     return select_attention(
         requested, settings.shape, settings.layout, plan.dtype, masks, backend, **batch_shape
     )

@@ -110,11 +110,11 @@ class PretrainConfig:
         """
         if not self.phases:
             self._check_settings(world_size)
-        for number, phase in enumerate(self.phase_configs if self.phases else (), 1):
+        for index, phase in enumerate(self.phase_configs if self.phases else (), 1):
             try:
                 phase.settings._check_settings(world_size)
             except InputError as error:
-                raise InputError(f"phase {number}: {error}") from None
+                raise InputError(f"phase {index}: {error}") from None
         self._check_length()
         self.monitoring.check(self.output.save, self.total_iters, world_size)
         build_learning_rate(self)
@@ -304,9 +304,12 @@ class PretrainConfig:
 
         If it changes, the text has the smallest and largest value, such as `4 to 16`.
         """
-        phases = [phase.settings for phase in self.phase_configs]
-        sizes = [(each.rampup_batch_size or (each.global_batch_size,))[0] for each in phases]
-        return _format_range([*sizes, *(each.global_batch_size for each in phases)])
+        sizes = []
+        for phase in self.phase_configs:
+            sizes.append(phase.settings.global_batch_size)
+            if phase.settings.rampup_batch_size:
+                sizes.append(phase.settings.rampup_batch_size[0])
+        return _format_range(sizes)
 
     @property
     def seq_length_text(self) -> str:
@@ -346,7 +349,7 @@ class PretrainConfig:
         if not self.phases:
             return self.objective_schedule
         return ",".join(
-            f"{phase.settings.objective_schedule}:{phase.settings.own_iters}"
+            f"{phase.settings.objective_schedule}:{phase.settings.phase_iters}"
             for phase in self.phase_configs
         )
 
@@ -356,8 +359,8 @@ class PretrainConfig:
         It is 0 for step 0. Steps after the run read as many as the last phase's.
         """
         return sum(
-            phase.settings.batch_sizes.first_sample(own + 1)
-            for phase, own in self._steps_by_phase(step)
+            phase.settings.batch_sizes.first_sample(phase_steps + 1)
+            for phase, phase_steps in self._steps_by_phase(step)
         )
 
     def tokens_after(self, step: int) -> int:
@@ -366,10 +369,11 @@ class PretrainConfig:
         Each sample (pack) counts with the --seq-length of its phase. Steps are as in
         `samples_after`.
         """
-        settings = [(phase.settings, own) for phase, own in self._steps_by_phase(step)]
-        return sum(
-            each.batch_sizes.first_sample(own + 1) * each.data.seq_length for each, own in settings
-        )
+        tokens = 0
+        for phase, phase_steps in self._steps_by_phase(step):
+            samples = phase.settings.batch_sizes.first_sample(phase_steps + 1)
+            tokens += samples * phase.settings.data.seq_length
+        return tokens
 
     def _steps_by_phase(self, step: int) -> list[tuple[PhaseConfig, int]]:
         """Return each phase that begins before or at `step`, with its steps so far.
@@ -408,7 +412,7 @@ class PretrainConfig:
         return self.phase_configs[-1].last_step
 
     @property
-    def own_iters(self) -> int:
+    def phase_iters(self) -> int:
         """Return the number of steps that the flags give without `phases`.
 
         It is --train-iters, or enough for --train-tokens, or 200 without both.
@@ -430,12 +434,12 @@ class PretrainConfig:
         )
 
 
-def _format_range(numbers: Sequence[int]) -> str:
-    """Return text such as `16`, or `4 to 16` for different `numbers`.
+def _format_range(values: Sequence[int]) -> str:
+    """Return text such as `16`, or `4 to 16` for different `values`.
 
     The smallest and the largest are named.
     """
-    return f"{min(numbers)} to {max(numbers)}" if min(numbers) < max(numbers) else f"{max(numbers)}"
+    return f"{min(values)} to {max(values)}" if min(values) < max(values) else f"{max(values)}"
 
 
 _MOST_STEPS = 10**9  # a thousand times the steps of the longest known runs

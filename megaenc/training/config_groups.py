@@ -126,12 +126,12 @@ class StartConfig:
         --branch-from and --init-from exclude each other; --branch-at, --init-at and `--skip-samples
         parent` need them.
         """
-        for at, run in (("branch", self.branch_from), ("init", self.init_from)):
-            step = self.branch_at if at == "branch" else self.init_at
+        for kind, run in (("branch", self.branch_from), ("init", self.init_from)):
+            step = self.branch_at if kind == "branch" else self.init_at
             if step is not None and not run:
                 raise InputError(
-                    f"--{at}-at {step}: found no --{at}-from, expected the run directory of this "
-                    "step"
+                    f"--{kind}-at {step}: found no --{kind}-from, expected the run directory of "
+                    "this step"
                 )
         if self.branch_from and self.init_from:
             raise InputError(

@@ -82,8 +82,8 @@ def print_dry_run(plan: Plan) -> None:
             validation += ", in packs of the phase's length,"
         validation += f" under {', '.join(plan.validation_objectives)}"
     optimizer = settings.optimizer.optimizer
-    other = "" if optimizer == "adamw" else f"; optimizer {optimizer}"
-    console.print(f"learning rate: {plan.learning_rate.describe()}{other}")
+    optimizer_text = "" if optimizer == "adamw" else f"; optimizer {optimizer}"
+    console.print(f"learning rate: {plan.learning_rate.describe()}{optimizer_text}")
     console.print(f"validation: {validation}", soft_wrap=True)
     backend = detect_backend()
     try:
@@ -104,32 +104,32 @@ def _corpus_table(plan: Plan) -> Table:
     if len(rows) > _TABLE_CORPORA:
         rows.sort(key=lambda row: -row.packs)
     for row in rows[:_TABLE_CORPORA]:
-        share = _format_share(row.share)
+        fraction = _format_fraction(row.share)
         table.add_row(
             row.prefix,
-            share,
+            fraction,
             f"{row.tokens:,}",
             f"{row.packs:,}",
             f"{row.epochs:.2f}",
             f"{100 * row.dropped:.1f} %",
         )
-    others = rows[_TABLE_CORPORA:]
-    if others:
-        epochs = [row.epochs for row in others]
+    smaller = rows[_TABLE_CORPORA:]
+    if smaller:
+        epochs = [row.epochs for row in smaller]
         table.add_row(
-            f"... {len(others):,} smaller corpora, {sum(row.packs == 0 for row in others):,} "
+            f"... {len(smaller):,} smaller corpora, {sum(row.packs == 0 for row in smaller):,} "
             "without a pack",
-            _format_share(sum(row.share for row in others)),
-            f"{sum(row.tokens for row in others):,}",
-            f"{sum(row.packs for row in others):,}",
+            _format_fraction(sum(row.share for row in smaller)),
+            f"{sum(row.tokens for row in smaller):,}",
+            f"{sum(row.packs for row in smaller):,}",
             f"{min(epochs):.2f} to {max(epochs):.2f}",
         )
     return table
 
 
-def _format_share(share: float) -> str:
+def _format_fraction(fraction: float) -> str:
     """Return a share in percent with two decimals, or two digits if it is small."""
-    percent = 100 * share
+    percent = 100 * fraction
     return f"{percent:.2f} %" if percent >= 0.1 or not percent else f"{percent:.2g} %"
 
 
@@ -211,18 +211,18 @@ def _objective_table(plan: Plan) -> Table:
     for text, parts in parts_of.items():
         steps = steps_of[text]
         tokens = tokens_of[text]
-        share = _predicted_share(plan, parts)
+        fraction = _predicted_fraction(plan, parts)
         about = "about " if text in estimated else ""
         table.add_row(
             text,
             f"{about}{steps:,}",
             f"{about}{tokens:,}",
-            f"{share * tokens:,.0f} ({100 * share:.1f} %)",
+            f"{fraction * tokens:,.0f} ({100 * fraction:.1f} %)",
         )
     return table
 
 
-def _predicted_share(plan: Plan, parts: list[range]) -> float:
+def _predicted_fraction(plan: Plan, parts: list[range]) -> float:
     """Return the estimated share of predicted tokens over the steps in `parts`.
 
     Packs are sampled evenly.
@@ -247,10 +247,10 @@ def _predicted_share(plan: Plan, parts: list[range]) -> float:
     return predicted / tokens
 
 
-def _new_table(first: str, *others: str) -> Table:
+def _new_table(text_column: str, *number_columns: str) -> Table:
     """Return an empty table with a text column and right-aligned columns."""
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(first, overflow="fold")
-    for name in others:
+    table.add_column(text_column, overflow="fold")
+    for name in number_columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -190,9 +190,9 @@ class Engine:
         self.chunks = [
             # Communication of later chunks overlaps with the computation of others without buckets.
             DistributedDataParallel(
-                module.config, data_parallel, module, disable_bucketing=number > 0
+                module.config, data_parallel, module, disable_bucketing=index > 0
             )
-            for number, module in enumerate(modules)
+            for index, module in enumerate(modules)
         ]
         if backend.is_cpu or self.fused_kernels["sum"]:
             main_grad.enable_in(self.chunks)
@@ -286,7 +286,7 @@ class Engine:
             )
         return specs
 
-    def work_share(self, step: int) -> float:
+    def relative_load(self, step: int) -> float:
         """Return this rank's tokens of `step`, filling included, over the ranks' mean.
 
         It is 1 for equal shares.

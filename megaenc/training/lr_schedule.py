@@ -195,9 +195,9 @@ class LearningRateSchedule:
         except InputError as error:
             expected = "" if style == WSD else f" expected {WSD}, {CONSTANT} or a decay style:"
             raise InputError(f"{flag}:{expected} {error}") from None
-        own_flags = flags_of(remaining)
-        _check_unread(config, own_flags)
-        options = {name: getattr(config, name) for name in own_flags}
+        style_flags = flags_of(remaining)
+        _check_unread(config, style_flags)
+        options = {name: getattr(config, name) for name in style_flags}
         _try_style(flag, shape, partial(remaining, **options))
         if config.min_lr > config.lr:
             raise InputError(
@@ -333,8 +333,9 @@ def resolve_steps(
         raise InputError(f"--{flag}-iters and --{flag}-fraction: found both, expected one")
     if iters is not None:
         return iters
-    share = default if fraction is None else fraction
-    return math.floor(share * total + 0.5)
+    if fraction is None:
+        fraction = default
+    return math.floor(fraction * total + 0.5)
 
 
 def _try_style(flag: str, name: str, remaining: Callable[[float], float]) -> None:
@@ -357,17 +358,17 @@ def _try_style(flag: str, name: str, remaining: Callable[[float], float]) -> Non
             )
 
 
-def _check_unread(config: LearningRateConfig, own_flags: tuple[str, ...]) -> None:
+def _check_unread(config: LearningRateConfig, style_flags: tuple[str, ...]) -> None:
     """Raise InputError for a flag of decays without effect.
 
-    Neither the decay style, which reads `own_flags`, nor --lr-decay-style has it.
+    Neither the decay style, which reads `style_flags`, nor --lr-decay-style has it.
     """
     style = config.lr_decay_style
     read = {WSD: (*WSD_FLAGS, "min_lr"), CONSTANT: ()}.get(style, ("min_lr",))
     always = ("lr", "lr_warmup_iters", "lr_warmup_fraction", "lr_decay_style")
     for field in fields(LearningRateConfig):
         value = getattr(config, field.name)
-        if field.name in (*always, *read, *own_flags) or value == field.default:
+        if field.name in (*always, *read, *style_flags) or value == field.default:
             continue
         flag = f"--{field.name.replace('_', '-')}"
         expected = WSD if field.name in WSD_FLAGS else "another style"

@@ -80,11 +80,11 @@ class TokenGroups:
             The means by range of positions, such as `0-127`, and by corpus.
         """
         ranges = [f"{start}-{max(2 * start, FIRST_RANGE) - 1}" for start in self.starts]
-        edge = len(ranges)
+        range_count = len(ranges)
         losses = {}
         for kind, names, part in (
-            ("by_position", ranges, sums[:, :edge]),
-            ("by_corpus", self.corpora, sums[:, edge:]),
+            ("by_position", ranges, sums[:, :range_count]),
+            ("by_corpus", self.corpora, sums[:, range_count:]),
         ):
             scored = zip(names, *part, strict=True)
             means = {name: loss / count for name, loss, count in scored if count}
@@ -151,25 +151,25 @@ def build_micro_batch(
     read = [packs[sample] for sample in samples]
     randomness = [SampleRandomness(seed, pack.sample, pack.epoch) for pack in read]
     targets = list(map(objective.targets, read, randomness))
-    edges = [0]
+    cu_seqlens = [0]
     predict_at = [_NOTHING]
     for pack, target in zip(read, targets, strict=True):
-        start = edges[-1]
-        edges += (pack.cu_seqlens[1:] + start).tolist()
+        start = cu_seqlens[-1]
+        cu_seqlens += (pack.cu_seqlens[1:] + start).tolist()
         predict_at.append(target.predict_at + start)
 
     # Documents of zeros fill the row.
-    fill = np.zeros(max(0, length - edges[-1]), dtype=np.int64)
+    fill = np.zeros(max(0, length - cu_seqlens[-1]), dtype=np.int64)
     fill_documents = 0
-    while edges[-1] < length:
-        edges.append(min(edges[-1] + packs.seq_length, length))
+    while cu_seqlens[-1] < length:
+        cu_seqlens.append(min(cu_seqlens[-1] + packs.seq_length, length))
         fill_documents += 1
 
     prefixes = [target.prefixes for target in targets if target.prefixes is not None]
     if objective.attention == Attention.PREFIX:
         prefixes.append(np.zeros(fill_documents, dtype=np.int64))
     packing = PackedSequences.from_edges(
-        edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None
+        cu_seqlens, objective.attention, device, np.concatenate(prefixes) if prefixes else None
     )
     if dropout:
         keys = []
@@ -196,7 +196,7 @@ def build_micro_batch(
             corpus_spans.append((groups.find_corpus(source), len(predicted_positions)))
     return MicroBatch(
         tokens=_join([*(target.inputs for target in targets), fill], device)[None],
-        positions=_join([position_ids(np.array(edges))], device),
+        positions=_join([position_ids(np.array(cu_seqlens))], device),
         packing=packing,
         predictions=Predictions(
             _join(predict_at, device),
@@ -257,7 +257,7 @@ class DataParallelSampler:
     """Number that the rows of a rank are a multiple of, as interleaved stages need."""
 
     @property
-    def largest_share(self) -> int:
+    def max_packs_per_rank(self) -> int:
         """Return the packs of the rank with most."""
         return -(-self.global_batch_size // self.size)
 
@@ -273,21 +273,21 @@ class DataParallelSampler:
         least, larger = divmod(self.global_batch_size, self.size)
         most_rows = self._cut(least + 1)
         least_rows = self._cut(least)
-        own = most_rows if self.rank < larger else least_rows
+        local_sizes = most_rows if self.rank < larger else least_rows
         rows = []
         for most, fewest in zip_longest(most_rows if larger else (), least_rows, fillvalue=0):
-            if len(rows) == len(own):
+            if len(rows) == len(local_sizes):
                 break
             before = min(self.rank, larger) * most + max(0, self.rank - larger) * fewest
-            rows.append(range(start + before, start + before + own[len(rows)]))
+            rows.append(range(start + before, start + before + local_sizes[len(rows)]))
             start += larger * most + (self.size - larger) * fewest
         return rows
 
-    def _cut(self, share: int) -> list[int]:
+    def _cut(self, packs: int) -> list[int]:
         """Return the number of packs of each row of a share."""
-        rows = max(1, -(-share // self.micro_batch_size))
+        rows = max(1, -(-packs // self.micro_batch_size))
         rows = -(-rows // self.row_multiple) * self.row_multiple
-        least, larger = divmod(share, rows)
+        least, larger = divmod(packs, rows)
         return [least + (row < larger) for row in range(rows)]
 
 
@@ -307,18 +307,18 @@ class Prefetcher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="micro-batches", initializer=set_up)
         self._pending: deque[tuple[Any, Future]] = deque()
 
-    def iterate(self, keys: Sequence[Any], following: Sequence[Any] = ()) -> Iterator[Any]:
+    def iterate(self, keys: Sequence[Any], next_keys: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield `build(key)` for each of `keys` in order.
 
         The iterator must be consumed completely. Errors of `build` are raised at their key.
 
         Args:
-            following: Likely keys of the next call, which it begins to build.
+            next_keys: Likely keys of the next call, which it begins to build.
         """
         if [key for key, _ in self._pending] != list(keys[: len(self._pending)]):
             while self._pending:
                 self._pending.popleft()[1].cancel()
-        remaining = deque([*keys, *following][len(self._pending) :])
+        remaining = deque([*keys, *next_keys][len(self._pending) :])
         for _ in keys:
             while remaining and len(self._pending) < 1 + DEPTH:
                 self._pending.append(

@@ -100,8 +100,8 @@ def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
 
     These are --branch-at or --init-at, and --skip-samples.
     """
-    at = {"branch": "branch_at", "weights": "init_at"}.get(start.kind)
-    values = ({at: start.at} if at else {}) | {
+    field_name = {"branch": "branch_at", "weights": "init_at"}.get(start.kind)
+    values = ({field_name: start.at} if field_name else {}) | {
         "skip_samples": start.skip_samples or settings.start.skip_samples
     }
     return dataclasses.replace(settings, start=dataclasses.replace(settings.start, **values))
@@ -190,20 +190,20 @@ class ParentRun:
         return step
 
     def check_same_fields(
-        self, plan: Plan, names: Iterable[str], reason: str, at: int | None = None
+        self, plan: Plan, names: Iterable[str], reason: str, step: int | None = None
     ) -> None:
         """Raise InputError if the identities of this run and of `plan` differ.
 
         Args:
             names: Entries to compare; a missing one equals None.
             reason: End of the error.
-            at: Step of this run whose values are compared with those of the plan's first step, if
+            step: Step of this run whose values are compared with those of the plan's first step, if
                 they change by phase.
         """
         parents = self.identity
         current = plan.identity
-        if at is not None:
-            parents = identity_at(parents, at)
+        if step is not None:
+            parents = identity_at(parents, step)
             current = identity_at(current, 1)
         if mismatch := describe_difference(parents, current, fields=names):
             raise InputError(f"{self.flag}: {mismatch}; {reason}")
@@ -221,7 +221,7 @@ def _read_recorded_init(settings: PretrainConfig) -> RunInit | None:
     config = settings.start
     run_file = Path(settings.output.save) / RUN_FILE
     run = config.branch_from or config.init_from
-    at = config.branch_at if config.branch_from else config.init_at
+    step = config.branch_at if config.branch_from else config.init_at
     if not run or not settings.output.save:
         return None
     try:
@@ -231,7 +231,7 @@ def _read_recorded_init(settings: PretrainConfig) -> RunInit | None:
     is_same = (
         start.run == run
         and (start.kind == "branch") == bool(config.branch_from)
-        and at in (None, start.at)
+        and step in (None, start.at)
     )
     return start if is_same else None
 
@@ -248,11 +248,11 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
             f"--init-from {parent.run}"
         )
     settings = plan.settings
-    at = parent.check_has_checkpoint("--branch-at", settings.start.branch_at)
-    if at >= settings.total_iters:
+    parent_step = parent.check_has_checkpoint("--branch-at", settings.start.branch_at)
+    if parent_step >= settings.total_iters:
         raise InputError(
-            f"--branch-at {at}: the new run ends at step {settings.total_iters}, expected "
-            f"--train-iters beyond {at}"
+            f"--branch-at {parent_step}: the new run ends at step {settings.total_iters}, expected "
+            f"--train-iters beyond {parent_step}"
         )
     free = {*_FREE_IN_BRANCH, *phase_identity(settings)}
     shared_fields = [
@@ -269,23 +269,23 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
             f"--skip-samples {skip}: {parent.run} began at sample {parent.start.skip_samples}, "
             "expected the same for a branch"
         )
-    _check_phases(plan, parent, at)
-    _check_schedule(plan, parent, at)
-    _check_learning_rate(plan.learning_rate, parent, at, settings.total_iters)
-    progress = parent.read_progress(at)
+    _check_phases(plan, parent, parent_step)
+    _check_schedule(plan, parent, parent_step)
+    _check_learning_rate(plan.learning_rate, parent, parent_step, settings.total_iters)
+    progress = parent.read_progress(parent_step)
     if not progress["skip_packs"].reads_same(
-        parent.skipped, parent.start.skip_samples, parent.settings.samples_after(at)
+        parent.skipped, parent.start.skip_samples, parent.settings.samples_after(parent_step)
     ):
         raise InputError(
-            f"--branch-at {at}: {parent.run} has since rewound and skipped packs that this step "
-            "read; choose another step"
+            f"--branch-at {parent_step}: {parent.run} has since rewound and skipped packs that "
+            "this step read; choose another step"
         )
     progress |= {
         "skip_samples": parent.start.skip_samples,
         "skip_packs": parent.skipped.texts,
         "before": parent.start.before,
     }
-    return RunInit("branch", parent.run, at, identity_digest(parent.identity), **progress)
+    return RunInit("branch", parent.run, parent_step, identity_digest(parent.identity), **progress)
 
 
 def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
@@ -300,8 +300,8 @@ def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
     )
 
 
-def _check_phases(plan: Plan, parent: ParentRun, at: int) -> None:
-    """Raise InputError if a phase differs from the parent's in a step up to `at`.
+def _check_phases(plan: Plan, parent: ParentRun, parent_step: int) -> None:
+    """Raise InputError if a phase differs from the parent's in a step up to `parent_step`.
 
     Data, lengths, batches and rotary base are compared.
     """
@@ -312,20 +312,25 @@ def _check_phases(plan: Plan, parent: ParentRun, at: int) -> None:
     }
     names = phase_identity(plan.settings)
     for step in sorted(
-        {1, at, *(end for end in ends if end < at), *(end + 1 for end in ends if end < at)}
+        {
+            1,
+            parent_step,
+            *(end for end in ends if end < parent_step),
+            *(end + 1 for end in ends if end < parent_step),
+        }
     ):
         parents = identity_at(parent.identity, step)
         current = identity_at(plan.identity, step)
         if mismatch := describe_difference(parents, current, fields=names):
             raise InputError(
                 f"{parent.flag}: {mismatch} at step {step}; a branch must have the value of its "
-                f"parent up to --branch-at {at}: "
+                f"parent up to --branch-at {parent_step}: "
                 "give the parent's steps as the first of `phases`, and the new value in the next"
             )
 
 
-def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
-    """Raise InputError if objectives differ from the parent's in a step up to `at`."""
+def _check_schedule(plan: Plan, parent: ParentRun, parent_step: int) -> None:
+    """Raise InputError if objectives differ from the parent's in a step up to `parent_step`."""
     settings = parent.settings
     try:
         parent_schedule = Schedule.build(
@@ -335,20 +340,21 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
         raise InputError(
             f"{parent.flag}: its --objective-schedule cannot be parsed here ({error})"
         ) from None
-    step = first_differing_step(plan.schedule, parent_schedule, at)
+    step = first_differing_step(plan.schedule, parent_schedule, parent_step)
     if step:
         raise InputError(
-            f"--branch-at {at}: step {step} trains {plan.schedule.describe_step(step)} here and "
+            f"--branch-at {parent_step}: step {step} trains "
+            f"{plan.schedule.describe_step(step)} here and "
             f"{parent_schedule.describe_step(step)} in {parent.run}; expected an "
             "--objective-schedule equal to it up to "
-            f"step {at}"
+            f"step {parent_step}"
         )
     packages = plan.schedule.packages()
     parent_packages = parent.identity.get("objective_packages", {})
     for name in {
         choice.start.name
         for phase in parent_schedule.phases
-        if phase.first_step <= at
+        if phase.first_step <= parent_step
         for choice in phase.choices
     }:
         if packages.get(name) != parent_packages.get(name):
@@ -360,8 +366,10 @@ def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
             )
 
 
-def _check_learning_rate(schedule: LearningRate, parent: ParentRun, at: int, plan_end: int) -> None:
-    """Raise InputError if learning rates differ from the parent's up to step `at`.
+def _check_learning_rate(
+    schedule: LearningRate, parent: ParentRun, parent_step: int, plan_end: int
+) -> None:
+    """Raise InputError if learning rates differ from the parent's up to `parent_step`.
 
     Args:
         schedule: Learning rate of the new run, which ends at step `plan_end`.
@@ -381,57 +389,59 @@ def _check_learning_rate(schedule: LearningRate, parent: ParentRun, at: int, pla
             f"{parent.flag}: {mismatch}; expected the package of the decay style that the parent "
             "was trained with"
         )
-    step = next((step for step in range(1, at + 1) if schedule(step) != parents(step)), None)
+    step = next(
+        (step for step in range(1, parent_step + 1) if schedule(step) != parents(step)), None
+    )
     if step is None:
         return
     if isinstance(parents, LearningRateSchedule) and step > parents.last_peak:
         steps = [step for step in parent.checkpoints.steps() if step <= parents.last_peak]
         raise InputError(
-            f"--branch-at {at}: {parent.run} has decayed there (its rate falls after step "
+            f"--branch-at {parent_step}: {parent.run} has decayed there (its rate falls after step "
             f"{parents.last_peak}), and a branch "
             f"continues at the peak; expected one of {_format_steps(steps)}, or --init-from to "
             "take only its weights"
         )
     expected = parents.describe()
     if isinstance(parents, LearningRateSchedule):
-        end = plan_end - at + 1
+        end = plan_end - parent_step + 1
         expected = (
             f"--lr {parents.peak:g} --lr-warmup-iters {parents.warmup} and a decay of at most "
             f"{end} steps"
         )
     raise InputError(
-        f"--branch-at {at}: the learning rate of step {step} is {parents(step):g} in "
+        f"--branch-at {parent_step}: the learning rate of step {step} is {parents(step):g} in "
         f"{parent.run}, {schedule(step):g} here; "
-        f"expected its own up to step {at}: {expected}"
+        f"expected its own up to step {parent_step}: {expected}"
     )
 
 
-def first_differing_step(one: Schedule, other: Schedule, last: int) -> int | None:
+def first_differing_step(schedule: Schedule, reference: Schedule, last: int) -> int | None:
     """Return the first step in which two schedules train different objectives.
 
     Steps 1 to `last` are compared; None if there is none.
     """
     step = 1
     while step <= last:
-        phase = one.phase_at(step)
-        other_phase = other.phase_at(step)
-        end = min(phase.last_step, other_phase.last_step, last)
+        phase = schedule.phase_at(step)
+        reference_phase = reference.phase_at(step)
+        end = min(phase.last_step, reference_phase.last_step, last)
         # Phases with equal choices are equal if their options are constant or their ranges of steps
         # are equal.
         is_comparable = all(choice.start == choice.end for choice in phase.choices)
         is_comparable |= (phase.first_step, phase.last_step) == (
-            other_phase.first_step,
-            other_phase.last_step,
+            reference_phase.first_step,
+            reference_phase.last_step,
         )
         if (
             not is_comparable
-            or one.seed != other.seed
-            or phase.is_sum != other_phase.is_sum
-            or phase.choices != other_phase.choices
+            or schedule.seed != reference.seed
+            or phase.is_sum != reference_phase.is_sum
+            or phase.choices != reference_phase.choices
         ):
-            for number in range(step, end + 1):
-                if one.objectives(number) != other.objectives(number):
-                    return number
+            for compared_step in range(step, end + 1):
+                if schedule.objectives(compared_step) != reference.objectives(compared_step):
+                    return compared_step
         step = end + 1
     return None
 
@@ -454,11 +464,11 @@ def _init_from_weights(
     if not steps:
         raise InputError(f"{parent.flag}: has no checkpoint yet, expected a run with a checkpoint")
     newest = recorded.at if recorded else steps[-1]
-    at = parent.check_has_checkpoint(
+    parent_step = parent.check_has_checkpoint(
         "--init-at", newest if config.init_at is None else config.init_at
     )
     fixed_fields = [name for name in WEIGHT_FIELDS if name not in _POSITION_FIELDS]
-    parent.check_same_fields(plan, fixed_fields, "its weights fit no other value", at)
+    parent.check_same_fields(plan, fixed_fields, "its weights fit no other value", parent_step)
     if given is not None and "phases" in given:
         given = (
             {*given, *parse_phase(plan.settings.phases[0], "phases")}
@@ -468,14 +478,14 @@ def _init_from_weights(
     for name in _POSITION_FIELDS if given is not None else ():
         if name not in given:  # a default must not replace the parent's value silently
             flag = name.replace("_", "-")
-            value = identity_at(parent.identity, at).get(name)
+            value = identity_at(parent.identity, parent_step).get(name)
             text = (
                 f"--{'' if value else 'no-'}{flag}"
                 if isinstance(value, bool)
                 else f"--{flag} {value}"
             )
             parent.check_same_fields(
-                plan, [name], f"expected {text}, or the new value given with --{flag}", at
+                plan, [name], f"expected {text}, or the new value given with --{flag}", parent_step
             )
     skip = 0
     if config.skip_samples == "parent":
@@ -484,19 +494,23 @@ def _init_from_weights(
             _SAMPLE_FIELDS,
             "its samples are numbered differently; give --skip-samples a number",
         )
-        skipped = parent.read_progress(at)["skip_packs"]
-        skip = skipped.end_sample(parent.start.skip_samples, parent.settings.samples_after(at))
-    tokens = parent.settings.tokens_after(at)
+        skipped = parent.read_progress(parent_step)["skip_packs"]
+        skip = skipped.end_sample(
+            parent.start.skip_samples, parent.settings.samples_after(parent_step)
+        )
+    tokens = parent.settings.tokens_after(parent_step)
     schedule = parent.settings.schedule_text
     stages = (
         ()
         if parent.is_converted
-        else (Ancestor(parent.run, at, schedule, tokens, total=parent.settings.total_iters),)
+        else (
+            Ancestor(parent.run, parent_step, schedule, tokens, total=parent.settings.total_iters),
+        )
     )
     return RunInit(
         "weights",
         parent.run,
-        at,
+        parent_step,
         identity_digest(parent.identity),
         skip,
         before=(*parent.start.before, *stages),

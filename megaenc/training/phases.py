@@ -121,15 +121,15 @@ def resolve_phases(config: "PretrainConfig") -> tuple[PhaseConfig, ...]:
         InputError: A phase is wrong; the error names phase and field.
     """
     if not config.phases:
-        return (PhaseConfig(1, config.own_iters, config),)
+        return (PhaseConfig(1, config.phase_iters, config),)
     _check_top_level(config)
     parsed = [
-        _resolve_phase(config, text, f"phase {number}")
-        for number, text in enumerate(config.phases, 1)
+        _resolve_phase(config, text, f"phase {index}")
+        for index, text in enumerate(config.phases, 1)
     ]
-    ends = accumulate(settings.own_iters for settings in parsed)
+    ends = accumulate(settings.phase_iters for settings in parsed)
     return tuple(
-        PhaseConfig(end - settings.own_iters + 1, end, settings)
+        PhaseConfig(end - settings.phase_iters + 1, end, settings)
         for end, settings in zip(ends, parsed, strict=True)
     )
 
@@ -147,15 +147,15 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
     ):
         return LearningRateSchedule.from_config(config.learning_rate, config.total_iters)
     parts = []
-    for number, phase in enumerate(config.phase_configs, 1):
+    for index, phase in enumerate(config.phase_configs, 1):
         try:
             parts.append(
                 LearningRateSchedule.from_config(
-                    phase.settings.learning_rate, phase.settings.own_iters
+                    phase.settings.learning_rate, phase.settings.phase_iters
                 )
             )
         except InputError as error:
-            raise InputError(f"phase {number}: {error}") from None
+            raise InputError(f"phase {index}: {error}") from None
     return PhasedSchedule(tuple(parts))
 
 
@@ -266,7 +266,7 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     try:
-        parsed = parse_schedule(objective, settings.own_iters)
+        parsed = parse_schedule(objective, settings.phase_iters)
     except InputError as error:
         raise InputError(f"{source}: field `objective`: {error}") from None
     # A sole phase without amount begins with it.

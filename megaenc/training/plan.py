@@ -72,15 +72,13 @@ class Plan:
             for phase in phases
         ]
         kept = [
-            number
-            for number, part in enumerate(parts)
-            if not number or part is not parts[number - 1]
+            index for index, part in enumerate(parts) if not index or part is not parts[index - 1]
         ]
         chained = dict(
-            zip(kept, chain_data([(firsts[number], parts[number]) for number in kept]), strict=True)
+            zip(kept, chain_data([(firsts[index], parts[index]) for index in kept]), strict=True)
         )
         return tuple(
-            chained[max(at for at in kept if at <= number)] for number in range(len(parts))
+            chained[max(start for start in kept if start <= index)] for index in range(len(parts))
         )
 
     def data_at(self, step: int) -> RunData:
@@ -295,9 +293,9 @@ class Plan:
         Rows have the last step of their phase; equal neighbors are one row.
         """
         rows: list[dict[str, Any]] = []
-        for number, phase in enumerate(self.settings.phase_configs):
+        for index, phase in enumerate(self.settings.phase_configs):
             values = flags.flatten(phase.settings)
-            data = (*self.earlier_data, self.data)[number if self.earlier_data else 0]
+            data = (*self.earlier_data, self.data)[index if self.earlier_data else 0]
             row = {name: values[name] for name in phase_identity(phase.settings) if name != "data"}
             row["data"] = data.fingerprint
             row["rampup_batch_size"] = row["rampup_batch_size"] and list(row["rampup_batch_size"])

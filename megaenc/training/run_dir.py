@@ -220,19 +220,19 @@ def _read_rows(file: Path, step: int) -> list[str] | None:
             f"{file}: {error.strerror}; expected a file of JSON lines written by a run"
         ) from None
     steps = [_row_step(line) for line in lines]
-    numbers = [
-        number
-        for number, line_step in enumerate(steps)
+    indices = [
+        index
+        for index, line_step in enumerate(steps)
         if line_step is not None and line_step <= step
     ]
     invalid = steps.index(None) if None in steps else len(lines)
-    if numbers and invalid < numbers[-1]:
+    if indices and invalid < indices[-1]:
         raise InputError(
             f"{file}: line {invalid + 1}: found {lines[invalid][:60]!r}, expected a JSON object "
             "with a `step`; "
             "correct or remove the line"
         )
-    return [lines[number].decode("utf-8") for number in numbers]
+    return [lines[index].decode("utf-8") for index in indices]
 
 
 def _row_step(row: bytes) -> int | None:

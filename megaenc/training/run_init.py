@@ -124,9 +124,9 @@ def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
 
     expected = "expected a file written by a run"
     metadata = read_json_object(file, expected.removeprefix("expected "))
-    number = metadata.get("format")
-    if type(number) is not int or number != RUN_FORMAT:
-        text = "none" if number is None else truncate_text(str(number), 40)
+    run_format = metadata.get("format")
+    if type(run_format) is not int or run_format != RUN_FORMAT:
+        text = "none" if run_format is None else truncate_text(str(run_format), 40)
         remedy = (
             "resume, branch and export it with that version, or begin anew in another directory"
         )

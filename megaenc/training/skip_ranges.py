@@ -37,9 +37,9 @@ class SkippedPacks:
         return cls(tuple(merged))
 
     @classmethod
-    def from_numbers(cls, numbers: Iterable[int]) -> Self:
-        """Return the set of the sample numbers `numbers`, given in any order."""
-        return cls.from_ranges((number, number) for number in numbers)
+    def from_indices(cls, indices: Iterable[int]) -> Self:
+        """Return the set of the sample indices `indices`, given in any order."""
+        return cls.from_ranges((index, index) for index in indices)
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Self:

@@ -309,7 +309,11 @@ class Trainer:
         self.watchdog.beat("rewind", step)
         checkpoints.finish_save()
         checkpoint_steps = broadcast_call(
-            lambda: [at for at in checkpoints.compatible_steps(self.plan) if at < step]
+            lambda: [
+                checkpoint_step
+                for checkpoint_step in checkpoints.compatible_steps(self.plan)
+                if checkpoint_step < step
+            ]
         )
         try:
             plan = plan_after_rewind(self.plan, step, checkpoint_steps)

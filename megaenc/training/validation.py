@@ -30,9 +30,9 @@ class Validator:
         self.objectives = plan.validation_objectives
         self.parts: list[ValidationPart] = []
         for name, packs in plan.validation_packs(step).items():
-            samples = self._count_named_samples(packs) if name else self._count_own_samples(packs)
+            samples = self._count_named_samples(packs) if name else self._count_phase_samples(packs)
             most_frequent = {
-                text: _compute_most_frequent_share(objective, packs, samples)
+                text: _most_frequent_fraction(objective, packs, samples)
                 for text, objective in self.objectives.items()
             }
             self.parts.append(
@@ -45,7 +45,7 @@ class Validator:
         text_identity = [*texts, data.seq_length, *(part.samples for part in self.parts)]
         self.held_out = hashlib.sha256(json.dumps(text_identity).encode()).hexdigest()[:12]
 
-    def _count_own_samples(self, packs: BlendedDataset) -> int:
+    def _count_phase_samples(self, packs: BlendedDataset) -> int:
         """Return the packs to read of the phase's own held-out text, in whole batches.
 
         No token is read twice, unless the text is smaller than one batch.
@@ -88,8 +88,8 @@ class Validator:
         """
         engine.enter_phase(self.step)
         scores = {}
-        for number, part in enumerate(self.parts):
-            if number:
+        for index, part in enumerate(self.parts):
+            if index:
                 before_pass()
             for text, objective in self.objectives.items():
                 name = f"{part.name}/{text}" if part.name else text
@@ -122,10 +122,10 @@ class ValidationPart:
             before_pass: Called before each pass of a pseudo-perplexity after the first.
         """
         metrics = BatchSums()
-        for number, part in enumerate(
+        for index, part in enumerate(
             objective.parts if isinstance(objective, PseudoPerplexity) else (objective,)
         ):
-            if number:
+            if index:
                 before_pass()
             metrics += engine.evaluate(self.packs, self.samples, part, self.groups)
         scores = {
@@ -140,7 +140,7 @@ class ValidationPart:
         return scores | self.groups.mean_losses(metrics.group_sums)
 
 
-def _compute_most_frequent_share(
+def _most_frequent_fraction(
     objective: Objective, packs: BlendedDataset, samples: int
 ) -> float | None:
     """Return the share of the most frequent label; None without labels.

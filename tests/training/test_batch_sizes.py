@@ -35,7 +35,7 @@ def test_each_pack_of_a_batch_is_read_once(micro, multiple):
             range(100, 100 + batch)
         )
         shares = [sum(map(len, rank)) for rank in rows]
-        assert max(shares) - min(shares) <= 1 and max(shares) == samplers[0].largest_share
+        assert max(shares) - min(shares) <= 1 and max(shares) == samplers[0].max_packs_per_rank
         for rank, share in zip(rows, shares, strict=True):
             least = -(-max(1, -(-share // micro)) // multiple) * multiple
             assert len(rank) == least
@@ -88,10 +88,10 @@ def test_a_micro_batch_of_the_command_replaces_those_of_phases(small_corpus, tmp
 def test_work_is_compared_per_pack(engine_of, short_run):
     """A rank with three packs takes longer than one with two, and is no straggler."""
     engine = engine_of(*short_run, "--global-batch-size", "5")
-    assert engine.work_share(1) == 1.0
+    assert engine.relative_load(1) == 1.0
     for rank, packs in ((0, 3), (1, 2)):
         engine.sampler = replace(engine.sampler, rank=rank, size=2)
-        assert engine.work_share(1) == packs / 2.5
+        assert engine.relative_load(1) == packs / 2.5
 
 
 def test_rows_in_eight_bits_by_transformer_engine_have_lengths_that_sixteen_divides():

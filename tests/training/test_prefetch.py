@@ -18,13 +18,13 @@ from megaenc.training.timers import StepTimers
 def test_results_come_in_order_and_the_next_are_begun():
     built_keys = []
     ahead = Prefetcher(lambda key: built_keys.append(key) or 10 * key)
-    assert list(ahead.iterate([1, 2, 3], following=[4, 5, 6, 7])) == [10, 20, 30]
+    assert list(ahead.iterate([1, 2, 3], next_keys=[4, 5, 6, 7])) == [10, 20, 30]
     deadline = time.monotonic() + 10
     while len(built_keys) < 3 + DEPTH and time.monotonic() < deadline:
         time.sleep(0.01)
     assert built_keys == [1, 2, 3, 4, 5]  # two ahead, and no further
-    assert list(ahead.iterate([4, 9], following=[8])) == [40, 90]  # the second guess was wrong
-    assert list(ahead.iterate([7], following=[])) == [70]
+    assert list(ahead.iterate([4, 9], next_keys=[8])) == [40, 90]  # the second guess was wrong
+    assert list(ahead.iterate([7], next_keys=[])) == [70]
 
 
 def test_they_are_made_while_others_are_used():
@@ -50,7 +50,7 @@ def test_an_error_arrives_in_its_place():
 def test_the_thread_is_set_up_and_leaves_with_its_owner():
     threads = []
     ahead = Prefetcher(lambda key: key, set_up=lambda: threads.append(threading.current_thread()))
-    assert list(ahead.iterate([1, 2], following=[3, 4, 5])) == [1, 2]
+    assert list(ahead.iterate([1, 2], next_keys=[3, 4, 5])) == [1, 2]
     assert len(threads) == 1 and threads[0].name.startswith("micro-batches")
     del ahead
     threads[0].join(60)

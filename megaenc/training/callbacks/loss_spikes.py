@@ -23,7 +23,7 @@ def compute_deviations(loss: float, recent: Sequence[float]) -> float:
         recent: One or more losses, in any order.
     """
     center = median(recent)
-    spread = 1.4826 * median(abs(other - center) for other in recent)
+    spread = 1.4826 * median(abs(recent_loss - center) for recent_loss in recent)
     return (loss - center) / max(spread, 1e-3 * abs(center), 1e-30)
 
 

@@ -57,10 +57,12 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
         if len(rows) <= _HEADER_CORPORA
         else sorted(rows, key=lambda row: -row.packs)[:_HEADER_CORPORA]
     )
-    shares = [f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in largest]
+    percent_texts = [
+        f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in largest
+    ]
     data_text = "; ".join(
-        f"{row.prefix}: {share}{row.epochs:.2f} epochs"
-        for row, share in zip(largest, shares, strict=True)
+        f"{row.prefix}: {percent_text}{row.epochs:.2f} epochs"
+        for row, percent_text in zip(largest, percent_texts, strict=True)
     )
     data_text += (
         f"; {len(rows) - len(largest):,} smaller corpora" if len(largest) < len(rows) else ""

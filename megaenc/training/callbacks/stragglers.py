@@ -93,9 +93,9 @@ class StragglerDetector(Callback):
         compute = self._forward.pop_seconds() if self._forward else thread_seconds
         self._steps += 1
         if self._steps:
-            share = engine.work_share(step)  # ranks may have a pack more than others
-            self._data_seconds += timers.wall[DATA] / share
-            self._compute_seconds += compute / share
+            relative_load = engine.relative_load(step)  # ranks may have a pack more than others
+            self._data_seconds += timers.wall[DATA] / relative_load
+            self._compute_seconds += compute / relative_load
         if step % self._interval or not self._steps:
             return
         ranks = self._gather_ranks()
@@ -138,10 +138,10 @@ class StragglerDetector(Callback):
             self._compute_seconds / self._steps,
             time_matmul(device),
         )
-        own = np.array([(*self._place, *seconds)], dtype=RANK_FIELDS)
-        own_bytes = torch.from_numpy(own.view(np.uint8)).to(device)
-        all_bytes = own_bytes.new_zeros(dist.get_world_size() * len(own_bytes))
-        dist.all_gather_into_tensor(all_bytes, own_bytes)
+        local_row = np.array([(*self._place, *seconds)], dtype=RANK_FIELDS)
+        local_bytes = torch.from_numpy(local_row.view(np.uint8)).to(device)
+        all_bytes = local_bytes.new_zeros(dist.get_world_size() * len(local_bytes))
+        dist.all_gather_into_tensor(all_bytes, local_bytes)
         return all_bytes.cpu().numpy().view(RANK_FIELDS)
 
 

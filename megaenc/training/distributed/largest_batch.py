@@ -40,7 +40,7 @@ def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
             continue
         engine.enter_phase(phase.first_step)
         largest = min(
-            engine.sampler.largest_share,
+            engine.sampler.max_packs_per_rank,
             largest_indexable(phase.settings.shape, phase.settings.data.seq_length),
         )
         packs = plan.data_at(phase.first_step).train

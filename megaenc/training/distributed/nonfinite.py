@@ -29,22 +29,22 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     objectives = [objective for _, objective in plan.schedule.objectives(step)]
     data = plan.data_at(step)
     loss_was_finite = math.isfinite(engine.local_sums.loss_sum)
-    own_samples = [sample for row in engine.micro_batch_samples(step) for sample in row]
+    local_samples = [sample for row in engine.micro_batch_samples(step) for sample in row]
     with engine.no_grad_reduction():
         results = {
             sample: [
                 engine.local_loss_and_grad_norm([sample], objective, data.train)
                 for objective in objectives
             ]
-            for sample in own_samples
+            for sample in local_samples
         }
-    faulty_here = {sample for sample, pairs in results.items() if not np.isfinite(pairs).all()}
+    local_faulty = {sample for sample, pairs in results.items() if not np.isfinite(pairs).all()}
     samples = [
         plan.sample_at(position)
         for position in range(plan.samples_read(step - 1), plan.samples_read(step))
     ]
     is_finite = reduce_over_ranks(
-        [sample not in faulty_here for sample in samples], ReduceOp.MIN, torch.uint8
+        [sample not in local_faulty for sample in samples], ReduceOp.MIN, torch.uint8
     )
     packs = {sample for sample, finite in zip(samples, is_finite, strict=True) if not finite}
     pack_count = len(samples)
@@ -63,8 +63,8 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
         )
         return f"from each of its {pack_count} packs: the weights have diverged", remedy
     corpora = {data.corpora[data.train.corpus_of_sample(sample)].prefix for sample in packs}
-    places = _format_ranks_with_hosts(bool(faulty_here))
-    faulty = SkippedPacks.from_numbers(packs)
+    places = _format_ranks_with_hosts(bool(local_faulty))
+    faulty = SkippedPacks.from_indices(packs)
     cause = (
         f"from pack{'s' * (len(packs) > 1)} {faulty.format_short()} of "
         f"{', '.join(sorted(corpora))} on {places}"
@@ -108,5 +108,5 @@ def _format_ranks_with_hosts(is_named: bool) -> str:
     if not count:
         return ""
     more = f" and {count - len(hosts)} more" if count > len(hosts) else ""
-    ranks = f"rank{'s' * (count > 1)} {SkippedPacks.from_numbers(hosts).format_short()}{more}"
+    ranks = f"rank{'s' * (count > 1)} {SkippedPacks.from_indices(hosts).format_short()}{more}"
     return f"{ranks} ({', '.join(sorted(set(hosts.values())))})"

@@ -35,23 +35,23 @@ class SignalHandler:
         self._reason = 0  # on which all ranks end the run
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._on_signal) for number in self._signals}
+        self._before = {signum: signal.signal(signum, self._on_signal) for signum in self._signals}
         return self
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def _on_signal(self, signum: int, frame: object) -> None:
         """Record the request; restore the default handler for a second SIGINT."""
-        self._requested_signal = number
-        if number == signal.SIGINT:
+        self._requested_signal = signum
+        if signum == signal.SIGINT:
             # The kernel's handler does not wait for a collective.
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(signum, signal.SIG_DFL)
 
     def __exit__(self, *error: object) -> None:
-        for number, before in self._before.items():
+        for signum, before in self._before.items():
             if not (self._requested_signal or self._reason):
-                signal.signal(number, before)
-            elif signal.getsignal(number) == self._on_signal:
+                signal.signal(signum, before)
+            elif signal.getsignal(signum) == self._on_signal:
                 # Unlike a Python handler, this lasts until the end of the process.
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(signum, signal.SIG_IGN)
 
     def votes(self) -> list[int]:
         """Return 1 for the reason of this rank's request to end, 0 for all others.

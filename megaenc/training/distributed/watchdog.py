@@ -119,11 +119,11 @@ class Watchdog:
     def _watch(self) -> None:
         """Poll for a timeout of this or another rank until the context ends."""
         while not self._has_left.wait(self._poll):
-            has_other_timed_out = False
+            has_peer_timed_out = False
             # If the store's process is gone, collectives fail.
             with contextlib.suppress(RuntimeError):
-                has_other_timed_out = self._store.check([_KEY])
-            if has_other_timed_out or time.monotonic() > self._activity[3]:
+                has_peer_timed_out = self._store.check([_KEY])
+            if has_peer_timed_out or time.monotonic() > self._activity[3]:
                 self._terminate()
 
     def _terminate(self) -> None:
@@ -259,15 +259,15 @@ def _group_by_place(reports: dict[int, dict[str, Any]]) -> list[tuple[str, list[
     The rarest is likely the cause.
     """
     places: dict[str, list[int]] = {}
-    for number, report in sorted(reports.items()):
-        places.setdefault(f"{report['at']}, {report['doing']}", []).append(number)
+    for rank, report in sorted(reports.items()):
+        places.setdefault(f"{report['at']}, {report['doing']}", []).append(rank)
     return sorted(places.items(), key=lambda item: len(item[1]))
 
 
 def _format_hang(reports: dict[int, dict[str, Any]]) -> str:
     """Return the line that names the ranks at each position, the rarest first."""
     places = _group_by_place(reports)
-    parts = [f"{_format_ranks(numbers)} in {place}" for place, numbers in places[:_MAX_PLACES]]
+    parts = [f"{_format_ranks(ranks)} in {place}" for place, ranks in places[:_MAX_PLACES]]
     parts += [f"others in {len(places) - _MAX_PLACES} more places"] * (len(places) > _MAX_PLACES)
     if silent := sorted(set(range(get_world_size())) - set(reports)):
         parts.insert(
@@ -313,11 +313,10 @@ def _main_thread_location() -> str:
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
-def _format_ranks(numbers: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     """Return text such as `rank 1` or `ranks 0, 2-191`, long lists shortened."""
     return (
-        f"rank{'s' if len(numbers) > 1 else ''} "
-        f"{SkippedPacks.from_numbers(numbers).format_short(', ')}"
+        f"rank{'s' if len(ranks) > 1 else ''} {SkippedPacks.from_indices(ranks).format_short(', ')}"
     )
 
 
