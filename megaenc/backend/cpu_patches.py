@@ -71,6 +71,9 @@ _installed = False
 def install() -> None:
     """Install the patches that let megatron-core run on a CPU, once per process.
 
+    They replace `torch` in the loaded modules of megatron.core, and Tensor.type and Tensor.cuda for
+    calls from these modules. `prepare_megatron` calls it.
+
     Raises:
         RuntimeError: CUDA or HIP is available.
     """

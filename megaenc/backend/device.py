@@ -44,18 +44,23 @@ _WITHOUT_FLOAT8 = ("A100", "A800", "A30", "MI210", "MI250X", "MI250")
 
 
 def peak_bf16_flops(name: str) -> float:
-    """Return the dense peak bf16 FLOP/s of the accelerator called `name`.
+    """Return the dense peak bf16 FLOP/s of an accelerator, 0.0 if it is unknown.
 
-    It is that of the first key of PEAK_BF16_FLOPS that `name` contains, in any case, and 0.0
-    without one.
+    It is the value of the first key of PEAK_BF16_FLOPS that `name` contains as a word.
+
+    Args:
+        name: Name in any case, such as h100 or torch.cuda.get_device_name's.
     """
     return PEAK_BF16_FLOPS.get(_find_model(name), 0.0)
 
 
 def has_float8(name: str) -> bool:
-    """Return whether the accelerator called `name` has float8 matrix products.
+    """Return whether an accelerator has float8 matrix products.
 
     True for an accelerator that PEAK_BF16_FLOPS lacks.
+
+    Args:
+        name: Name in any case, such as h100 or torch.cuda.get_device_name's.
     """
     return _find_model(name) not in _WITHOUT_FLOAT8
 
@@ -74,10 +79,11 @@ def _find_model(name: str) -> str:
 
 @dataclass(frozen=True)
 class Backend:
-    """Hardware of this process.
+    """Hardware of this process; `detect_backend` returns it.
 
-    Fields are the name (cuda, rocm or cpu), the torch device, the backend of torch.distributed, and
-    whether bfloat16 is supported.
+    `name` is cuda, rocm or cpu; `device` is that of this process, such as cuda:3; `process_group`
+    is torch.distributed's backend, nccl or gloo; `has_bf16` tells whether the device has bfloat16
+    instructions.
     """
 
     name: str
@@ -103,10 +109,10 @@ class Backend:
         )
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Return the peak FLOP/s in `dtype`; 0.0 if unknown.
+        """Return the peak FLOP/s of this process's device in `dtype`; 0.0 if unknown.
 
-        It is measured on a CPU. On an accelerator it is known only for bfloat16, from
-        PEAK_BF16_FLOPS.
+        On an accelerator only that of bfloat16 is known, by PEAK_BF16_FLOPS. On a CPU it is
+        measured, once per data type, by matrix products with torch's threads.
         """
         if self.is_cpu:
             return _measure_gemm_flops(dtype)
@@ -121,10 +127,11 @@ class Backend:
 def detect_backend() -> Backend:
     """Return this process's Backend: accelerator LOCAL_RANK, or the CPU without any.
 
-    CUDA_DEVICE_MAX_CONNECTIONS is set to 1 in the environment if it is not set.
+    It needs no process group. Later calls return the same object. CUDA_DEVICE_MAX_CONNECTIONS is
+    set to 1 in the environment if it is not set.
 
     Raises:
-        InputError: There are more processes than accelerators.
+        InputError: There are more processes than accelerators on this machine.
     """
     # Keeps the order of kernel launches, by which megatron-core overlaps communication. CUDA reads
     # it when it starts, in the next line.
@@ -145,9 +152,11 @@ def detect_backend() -> Backend:
 
 
 def read_cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
-    """Return the instruction sets that the file `cpuinfo` lists.
+    """Return the instruction sets of the first processor, such as avx512_bf16.
 
-    There are none if it is unreadable.
+    Args:
+        cpuinfo: Path of a file in the format of /proc/cpuinfo; the set is empty if it cannot be
+            read.
     """
     try:
         with open(cpuinfo, encoding="ascii", errors="replace") as file:
@@ -159,9 +168,10 @@ def read_cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Return whether `cpuinfo` lists bfloat16 instructions.
+    """Return whether this CPU has bfloat16 instructions: AVX512-BF16, AMX or Arm's.
 
-    These are AVX512-BF16, AMX or Arm's. False if the file is unreadable.
+    Args:
+        cpuinfo: Path of a file in the format of /proc/cpuinfo; False if it cannot be read.
     """
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & read_cpu_flags(cpuinfo))
 
@@ -169,7 +179,7 @@ def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
 def uses_tf32(device: torch.device) -> bool:
     """Return whether float32 matrix products on `device` use TensorFloat-32.
 
-    torch's setting or NVIDIA_TF32_OVERRIDE enables it.
+    torch's float32 matmul precision or NVIDIA_TF32_OVERRIDE enables it. False on a CPU.
     """
     if device.type != "cuda":
         return False

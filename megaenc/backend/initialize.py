@@ -30,10 +30,11 @@ _MMAP_MAX = -4
 def init_distributed(
     layout: ParallelConfig, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)
 ) -> Backend:
-    """Initialize torch.distributed and megatron-core's groups of this process.
+    """Initialize torch.distributed and megatron-core's process groups.
 
-    All ranks call this together. It also sets torch's number of threads
-    (`divide_cores_among_ranks`) and the device.
+    All ranks call this together. Ranks are those of torchrun's variables, without which this
+    process is the only one. The device and torch's number of threads are set, and megatron-core is
+    patched.
 
     Args:
         seed: Seed of megatron-core's random state; weights, data and masks do not depend on it.
@@ -73,9 +74,10 @@ def init_distributed(
 
 
 def check_launcher_variables() -> None:
-    """Raise InputError for variables that are not as torchrun sets them.
+    """Raise InputError if environment variables are not as torchrun sets them.
 
-    Without any of them, this is a run of one process; a message is printed if SLURM has started
+    These are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without
+    RANK and WORLD_SIZE, this is a run of one process; a line is printed if SLURM has started
     several.
     """
     for name in LAUNCHER_VARIABLES:
@@ -111,11 +113,12 @@ def check_launcher_variables() -> None:
 
 
 def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Initialize torch.distributed by the environment variables of torchrun.
+    """Initialize torch.distributed by torchrun's environment variables.
 
-    Without torchrun, the group has only this process.
+    All ranks call this together. Without these variables the group has only this process.
 
     Args:
+        backend: Hardware of this process, which decides between nccl and gloo.
         timeout: Timeout of joining and of each collective.
 
     Raises:
@@ -144,8 +147,8 @@ def destroy_distributed() -> None:
 def divide_cores_among_ranks() -> None:
     """Set torch's thread count to the node's usable cores divided by its processes.
 
-    With several processes this overrides OMP_NUM_THREADS, which torchrun sets to 1. A single
-    process keeps it if it is set.
+    It is at least 1. With several processes this overrides OMP_NUM_THREADS, which torchrun sets to
+    1; if a single process has OMP_NUM_THREADS, nothing is changed.
     """
     # With several processes, torchrun sets OMP_NUM_THREADS to 1 itself.
     if get_local_world_size() > 1 or "OMP_NUM_THREADS" not in os.environ:
@@ -153,12 +156,13 @@ def divide_cores_among_ranks() -> None:
 
 
 def retain_freed_memory() -> bool:
-    """Make malloc keep freed memory instead of returning it to the kernel.
+    """Make this process's malloc keep freed memory for later tensors.
 
     Otherwise the kernel clears the pages of each new tensor above 32 MB in every step.
 
     Returns:
-        Whether malloc keeps it; False if the user has set MALLOC_* or GLIBC_TUNABLES.
+        True if malloc keeps it; False if the C library lacks mallopt, or if the user has set
+        MALLOC_* or GLIBC_TUNABLES.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -171,10 +175,10 @@ _FAN_OUT = 16
 
 
 def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Join the other processes by the environment variables of torchrun.
+    """Join the other processes by torchrun's environment variables.
 
-    torchrun's store survives restarts, so that each attempt prefixes its keys with a name of its
-    own.
+    All ranks call this together. torchrun's store survives its restarts; the keys of the returned
+    store have a prefix that earlier attempts did not use.
 
     Returns:
         A store with only this attempt's keys, the rank, and the world size.

@@ -17,9 +17,11 @@ def accumulate_matmul(
     """Add the product of two matrices to a float32 sum in place, and return the sum.
 
     Args:
-        sum_VH: Sum so far; None for zeros, whose sum is a new tensor.
-        in_float32: Whether the product of 16-bit matrices is not rounded to 16 bits, which only
-            accelerators support.
+        sum_VH: Sum so far, float32; None for zeros, whose sum is a new tensor.
+        a_Vn: Matrix, float32 or 16-bit.
+        b_nH: Matrix of the same data type.
+        in_float32: True to compute a product of 16-bit matrices in float32, which only accelerators
+            support; False rounds it to 16 bits before it is added.
     """
     if in_float32 and a_Vn.dtype != torch.float32:
         if sum_VH is None:
@@ -43,9 +45,10 @@ def _add_weight_gradient(input_TK: Tensor, gradient_TN: Tensor, main_grad_NK: Te
 
 
 def install() -> None:
-    """Give megatron-core's linear layers the function that adds weight gradients.
+    """Give megatron-core a function by which linear layers add weight gradients.
 
-    If apex has one, it stays.
+    It stands in for apex's extension; if apex has it, nothing changes. Layers use it after
+    `enable_in`.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -57,9 +60,10 @@ def install() -> None:
 
 
 def enable_in(chunks: Iterable[torch.nn.Module]) -> None:
-    """Make linear layers add their weight gradients to the gradient buffers.
+    """Make linear layers add weight gradients to float32 buffers in their product.
 
-    These are all linear layers of megatron-core in `chunks`, which hold the buffers.
+    These are all linear layers of megatron-core in `chunks`, this rank's model chunks in
+    DistributedDataParallel, which has the buffers. `install` must have been called.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 

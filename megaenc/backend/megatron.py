@@ -16,10 +16,13 @@ KNOWN_VERSIONS = ("0.16.1",)
 
 
 def check_megatron_version(version: str | None = None) -> str:
-    """Return `version` (None: the installed megatron-core's) if it is known.
+    """Return a megatron-core version if it is one of KNOWN_VERSIONS.
+
+    Args:
+        version: Text such as 0.16.1; None for that of the installed megatron-core.
 
     Raises:
-        InputError: It is missing or not one of KNOWN_VERSIONS.
+        InputError: The version is unknown, or megatron-core is not installed.
     """
     if version is None:
         try:
@@ -70,10 +73,10 @@ def _skip_compiling() -> Iterator[None]:
 def import_megatron() -> None:
     """Import megatron.core without the packages that it does not need here.
 
-    W&B and TensorBoard take a second to import. Triton, left out on a CPU, prints errors in
-    processes that fail; it is imported if TRITON_INTERPRET=1 enables its interpreter. Functions
-    that megatron-core would compile stay as they are: no model here calls one, and torch's compiler
-    takes a second to import.
+    Version and patches are left to `prepare_megatron`. W&B and TensorBoard take a second to import.
+    Triton, left out on a CPU, prints errors in processes that fail; it is imported if
+    TRITON_INTERPRET=1 enables its interpreter. Functions that megatron-core would compile stay as
+    they are: no model here calls one, and torch's compiler takes a second to import.
     """
     import torch
 
@@ -89,12 +92,13 @@ def import_megatron() -> None:
 
 @functools.cache
 def prepare_megatron() -> None:
-    """Check megatron-core's version, import it and install the patches.
+    """Check megatron-core's version, import it and patch it for this machine.
 
-    Call it before any import of megatron.core. Further calls do nothing.
+    Call it before any import of megatron.core. It needs no process group. Further calls do nothing.
 
     Raises:
-        InputError: megatron-core is missing or of an unknown version.
+        InputError: megatron-core is missing or of an unknown version, or there are more processes
+            than accelerators.
     """
     check_megatron_version()
     import_megatron()

@@ -18,8 +18,9 @@ from torch.optim.adamw import adamw
 class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW optimizer with one step count per parameter group, as apex's FusedAdam.
 
-    See Loshchilov & Hutter 2019. State of a parameter: `exp_avg`, `exp_avg_sq`; of a group: `step`,
-    the number of optimizer steps.
+    Arguments are those of torch.optim.AdamW; `adam_w_mode=False` raises ValueError. State of a
+    parameter: `exp_avg`, `exp_avg_sq`; of a group: `step`, the number of optimizer steps. See
+    Loshchilov & Hutter 2019.
     """
 
     grad_scale: float = 1.0
@@ -37,16 +38,20 @@ class GroupStepAdamW(torch.optim.Optimizer):
     def step(self, closure=None):
         """Update all parameters that have a gradient by one AdamW step.
 
-        The step is counted in each group; `closure` is ignored.
+        Gradients are divided by `grad_scale` first. The step is counted in each group; `closure` is
+        ignored, and None is returned.
         """
         for group in self.param_groups:
             self.begin_step(group)
             self.update_adamw(group["params"], group, group["lr"])
 
     def begin_step(self, group: dict[str, Any]) -> None:
-        """Count a step in `group`, and create missing state of its parameters.
+        """Count a step in `group`, and create missing state of its parameters as zeros.
 
-        Parameters without a gradient get none.
+        Parameters are not updated; those without a gradient get no state.
+
+        Args:
+            group: Element of `param_groups`.
         """
         group["step"] = group.get("step", 0) + 1
         for p in group["params"]:
@@ -58,7 +63,12 @@ class GroupStepAdamW(torch.optim.Optimizer):
     ) -> None:
         """Update those of `params` that have a gradient by an AdamW step.
 
-        `begin_step` has counted the step in their `group`. `lr` counts, not the group's.
+        Call `begin_step` of their group before.
+
+        Args:
+            params: Some parameters of `group`.
+            group: Element of `param_groups`, which gives betas, eps, weight_decay and step.
+            lr: Learning rate in place of the group's.
         """
         params = [p for p in params if p.grad is not None]
         if not params:
@@ -90,7 +100,11 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
-    """Return the L2 norm of all tensors of all lists together, by amp_C's interface.
+    """Return the L2 norm of all tensors together, in place of amp_C's function.
+
+    Args:
+        tensor_lists: Lists of tensors on one device; at least one tensor in all.
+        chunk_size, noop_flag, per_tensor: Ignored.
 
     Returns:
         The norm, float32[1], and None.
@@ -100,10 +114,10 @@ def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
 
 
 def install() -> None:
-    """Make megatron-core support our optimizers in checkpoints, and use our norm.
+    """Make megatron-core accept torch optimizers in checkpoints, and use our norm.
 
-    A norm that is already replaced stays, as on a CPU, whose patches come first. Nothing changes if
-    megatron-core has apex or Transformer Engine. Call it before an optimizer is built.
+    Call it before an optimizer is built. Nothing changes if megatron-core has apex or Transformer
+    Engine; a norm that is already replaced stays, as on a CPU, whose patches come first.
     """
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads, distrib_optimizer
@@ -119,7 +133,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def replace_adam(optimizer_class: type[GroupStepAdamW]) -> Iterator[None]:
-    """Make megatron-core build `optimizer_class` as Adam inside the context.
+    """Make megatron-core build `optimizer_class` for "adam" inside the context.
 
     It does so with apex or Transformer Engine, too.
     """
@@ -136,10 +150,11 @@ def replace_adam(optimizer_class: type[GroupStepAdamW]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compare_groups_by_stage() -> Iterator[None]:
-    """Make megatron-core's optimizer compare its groups only between stages.
+    """Make megatron-core compare parameter groups only between pipeline stages.
 
-    Inside the context it gathers its parameter groups from other pipeline stages, instead of all
-    ranks: those of a stage have the same groups.
+    For the construction of its optimizer: inside the context, any
+    torch.distributed.all_gather_object gathers over the pipeline-parallel group instead of all
+    ranks, since ranks of a stage have the same parameter groups.
     """
     from megatron.core import parallel_state
 

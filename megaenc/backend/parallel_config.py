@@ -16,7 +16,10 @@ FLOAT8_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Flags of the layers' kernels: attention, fused kernels, linear layers, float8."""
+    """Flags of the layers' kernels: attention, fused kernels, linear layers, float8.
+
+    Whether this machine supports them is tested as an Engine is built.
+    """
 
     attention_backend: Literal["auto", "flash", "varlen", "cudnn", "onednn", "sdpa"] = "auto"
     """attention within documents. flash: flash-attn 4, 3 or 2, if installed; varlen: torch's kernel
@@ -42,7 +45,8 @@ class KernelConfig:
 class ParallelConfig:
     """Flags of the parallel layout, communication overlap and recomputation.
 
-    The layout is tensor, pipeline and sequence parallel; the rest of the ranks is data parallel.
+    Ranks are divided into tensor-, pipeline- and data-parallel groups; the number of model replicas
+    is world size / (tensor x pipeline size). `check` and the other check_ methods raise InputError.
     """
 
     tensor_model_parallel_size: PositiveInt = 1
@@ -78,7 +82,11 @@ class ParallelConfig:
     """layers per unit (uniform), or recomputed layers of each stage (block); 1 unless given"""
 
     def check(self, world_size: int) -> None:
-        """Raise InputError unless `world_size` processes and the flags fit together."""
+        """Raise InputError unless `world_size` processes and the flags fit together.
+
+        The world size must be a multiple of tensor x pipeline size. Layers are left to
+        `layers_per_chunk`.
+        """
         tensor = self.tensor_model_parallel_size
         pipeline = self.pipeline_model_parallel_size
         if world_size % (tensor * pipeline):
@@ -113,14 +121,17 @@ class ParallelConfig:
                 )
 
     def layers_per_chunk(self, num_layers: int) -> tuple[int, ...]:
-        """Return the number of layers of each model chunk.
+        """Return the number of layers of each model chunk, in the order of the layers.
+
+        Args:
+            num_layers: Layers of the whole model, which are the sum of those returned.
 
         Returns:
-            Chunk c is on stage c % stages. There are as many chunks as stages, or a multiple
-            (interleaved).
+            Chunk c is on pipeline stage c % stages. There are as many chunks as stages, or a
+            multiple (interleaved stages).
 
         Raises:
-            InputError: `num_layers` layers cannot be split by the flags.
+            InputError: The flags cannot split that many layers.
         """
         stages = self.pipeline_model_parallel_size
         chunk_layers = self.num_layers_per_virtual_pipeline_stage
@@ -160,13 +171,24 @@ class ParallelConfig:
 
         It is 1 unless the stages are interleaved.
 
+        Args:
+            num_layers: Layers of the whole model.
+
         Raises:
-            InputError: `num_layers` layers cannot be split by the flags.
+            InputError: The flags cannot split that many layers.
         """
         return len(self.layers_per_chunk(num_layers)) // self.pipeline_model_parallel_size
 
     def describe(self, num_layers: int, world_size: int) -> str:
-        """Return the layout as text, such as `TP 2, PP 2 (layers 6 | 6), DP 4, SP`."""
+        """Return the layout as text, such as `TP 2, PP 2 (layers 6 | 6), DP 4, SP`.
+
+        Args:
+            num_layers: Layers of the whole model.
+            world_size: Number of processes, a multiple of tensor x pipeline size.
+
+        Raises:
+            InputError: The flags cannot split that many layers.
+        """
         tensor = self.tensor_model_parallel_size
         stages = self.pipeline_model_parallel_size
         split = [str(layers) for layers in self.layers_per_chunk(num_layers)]
@@ -179,6 +201,9 @@ class ParallelConfig:
         """Raise InputError unless the recompute flags fit each other and the layers.
 
         The error names the flag.
+
+        Args:
+            num_layers: Layers of the whole model.
         """
         for flag, value, granularity in (
             ("--recompute-modules", self.recompute_modules, "selective"),
@@ -211,7 +236,8 @@ class ParallelConfig:
     def selected_recompute_modules(self) -> tuple[str, ...]:
         """Return the parts of a layer that selective recomputation recomputes.
 
-        It is core_attn by default, and none if recomputation is not selective.
+        They are some of core_attn, mlp and activation; core_attn by default, and none if
+        recomputation is not selective.
         """
         return (
             (self.recompute_modules or ("core_attn",))
@@ -223,7 +249,7 @@ class ParallelConfig:
     def selects_rows(self) -> bool:
         """Return whether the last layer computes only the predicted positions.
 
-        It does if the output layer's stage has that layer, without sequence parallelism.
+        It does so without sequence parallelism, if it is on the pipeline stage of the output layer.
         """
         last_stage = self.pipeline_model_parallel_layout.rsplit("|", 1)[-1] or "t"
         return not self.sequence_parallel and "t" in last_stage
@@ -232,7 +258,9 @@ class ParallelConfig:
     def full_recompute(self) -> tuple[str | None, int | None]:
         """Return method and number of layers of full recomputation.
 
-        The default is (uniform, 1); (None, None) without full recomputation.
+        The method is uniform, whose number is the layers of a unit, or block, whose number is the
+        recomputed layers of each stage. The default is (uniform, 1); (None, None) without full
+        recomputation.
         """
         if self.recompute_granularity != "full":
             return None, None

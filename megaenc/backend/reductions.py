@@ -21,9 +21,13 @@ Value = TypeVar("Value")
 def reduce_over_ranks(
     values: Sequence[float], op: ReduceOp.RedOpType, dtype: torch.dtype = torch.int64
 ) -> list[float]:
-    """Return each of `values` reduced over all ranks by `op`, in `dtype`.
+    """Return each of `values` reduced over all ranks, in order and on every rank.
 
-    Each rank passes the same number of values. The default data type cuts off fractions.
+    All ranks call this together, with equally many values.
+
+    Args:
+        op: Reduction such as ReduceOp.SUM, MIN or MAX.
+        dtype: Data type of the reduction; the default cuts off fractions.
     """
     tensor = torch.tensor(values, dtype=dtype, device=detect_backend().device)
     dist.all_reduce(tensor, op)
@@ -31,7 +35,10 @@ def reduce_over_ranks(
 
 
 def is_same_on_all_ranks(content: bytes) -> bool:
-    """Return whether all ranks pass the same `content`, compared by its SHA-256."""
+    """Return on every rank whether all ranks pass the same `content`.
+
+    All ranks call this together. SHA-256 digests are compared.
+    """
     words = struct.unpack("8I", hashlib.sha256(content).digest())
     maxima = reduce_over_ranks([*words, *(-word for word in words)], ReduceOp.MAX)
     return maxima[:8] == [-negated for negated in maxima[8:]]
@@ -40,9 +47,11 @@ def is_same_on_all_ranks(content: bytes) -> bool:
 def gather_lowest(value: Value | None, limit: int = 1) -> tuple[dict[int, Value], int]:
     """Return the values of the `limit` lowest ranks whose `value` is not None.
 
+    All ranks call this together, with the same `limit`. Values must be picklable.
+
     Returns:
-        The values by rank, in order of rank, and the number of all ranks whose value is not None.
-        They are the same on all ranks, so that values must be picklable.
+        The values by rank, lowest rank first, and the number of all ranks whose value is not None;
+        the same on every rank.
     """
     rank = dist.get_rank()
     size = dist.get_world_size()
@@ -58,7 +67,10 @@ def gather_lowest(value: Value | None, limit: int = 1) -> tuple[dict[int, Value]
 
 
 def broadcast_object(value: Value, rank: int = 0) -> Value:
-    """Return on all ranks the picklable `value` of `rank`."""
+    """Return on every rank the `value` of rank `rank`, which must be picklable.
+
+    All ranks call this together; the values of other ranks are ignored.
+    """
     values = [value if dist.get_rank() == rank else None]
     dist.broadcast_object_list(values, src=rank)
     return values[0]
