@@ -53,7 +53,10 @@ def has_bf16() -> bool:
 class PretrainConfig:
     """Flags of a pretraining run, which are also keys of --config.
 
-    Schedule, length and batch sizes are here; others are in groups such as data and optimizer.
+    Schedule, length and batch sizes are here; others are in groups such as `data` and `optimizer`,
+    whose fields are flags without a prefix. `parse_config` builds it from a command line; `check`
+    tests whether the values fit each other. An instance may also be one phase of a run
+    (`phase_configs`).
     """
 
     config: str = setting("", NOT_IN_IDENTITY)
@@ -103,7 +106,7 @@ class PretrainConfig:
     def check(self, world_size: int) -> None:
         """Raise InputError for values that do not fit each other or the processes.
 
-        The error names the flag. No file is read.
+        The error names the flag, and the phase if it is of one. No file is read.
 
         Args:
             world_size: Number of processes of the run.
@@ -269,18 +272,20 @@ class PretrainConfig:
 
     @property
     def packs_at_once(self) -> int:
-        """Return --micro-batch-size; 1 for `auto`, until a run has measured what fits."""
+        """Return --micro-batch-size in packs; 1 for `auto`, until a run has measured it."""
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
     @property
     def has_auto_micro_batches(self) -> bool:
-        """Return whether the micro-batches of a phase are to be measured."""
+        """Return whether a phase has `--micro-batch-size auto`, to be measured by the run."""
         return any(phase.settings.micro_batch_size == "auto" for phase in self.phase_configs)
 
     def with_micro_batch_sizes(self, sizes: Sequence[int]) -> "PretrainConfig":
-        """Return a copy with sizes[i] packs as micro-batch of phase i of --phases.
+        """Return a copy with --micro-batch-size sizes[i] for phase i, counted from 0.
 
-        Phases count from 0. Without --phases, `sizes` has one number.
+        Args:
+            sizes: Packs that a rank trains on at once: one number for each phase of `phases`, or a
+                single one without `phases`.
         """
         if not self.phases:
             return dataclasses.replace(self, micro_batch_size=sizes[0])
@@ -292,17 +297,19 @@ class PretrainConfig:
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
-        """Return the packs of each step, by --global-batch-size and --rampup-batch-size.
+        """Return the global batch size of each step, in packs.
 
-        `phases` are ignored.
+        It follows --global-batch-size and --rampup-batch-size of this object; those of `phases` are
+        ignored.
         """
         return build_batch_sizes(self.global_batch_size, self.rampup_batch_size)
 
     @property
     def batch_size_text(self) -> str:
-        """Return the number of packs a step as text, such as `16`.
+        """Return the global batch size in packs as text, such as `16`.
 
-        If it changes, the text has the smallest and largest value, such as `4 to 16`.
+        If it changes during the run, the text has the smallest and largest value, such as `4 to
+        16`.
         """
         sizes = []
         for phase in self.phase_configs:
@@ -313,7 +320,7 @@ class PretrainConfig:
 
     @property
     def seq_length_text(self) -> str:
-        """Return the number of tokens a pack as text, such as `128`.
+        """Return the number of tokens of a pack as text, such as `128`.
 
         If it changes by phase, the text has the smallest and largest value, such as `128 to 512`.
         """
@@ -321,9 +328,9 @@ class PretrainConfig:
 
     @functools.cached_property
     def phase_configs(self) -> tuple[PhaseConfig, ...]:
-        """Return the phases of the run with their settings.
+        """Return the phases of the run with their first and last steps and settings.
 
-        Without `phases`, the whole run is one.
+        Without `phases`, the whole run is one, with these settings.
 
         Raises:
             InputError: A phase is wrong.
@@ -331,7 +338,7 @@ class PretrainConfig:
         return resolve_phases(self)
 
     def phase_at(self, step: int) -> PhaseConfig:
-        """Return the PhaseConfig of `step` (1, 2, ...).
+        """Return the phase that trains `step` (1, 2, ...), with its settings.
 
         It is the first one for step 0, and the last one for steps after the run.
         """
@@ -342,9 +349,10 @@ class PretrainConfig:
 
     @property
     def schedule_text(self) -> str:
-        """Return the objective schedule as text.
+        """Return the objective schedule as text, such as clm:0.25,mlm:0.75.
 
-        It is --objective-schedule, or the objectives of `phases` with their steps.
+        It is --objective-schedule, or the objectives of `phases` with their steps, such as
+        clm:100,mlm:300.
         """
         if not self.phases:
             return self.objective_schedule
@@ -398,24 +406,28 @@ class PretrainConfig:
         return self.model if shape == get_preset(self.model) else "model"
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of model replicas on `world_size` ranks."""
+        """Return the number of model replicas on `world_size` ranks.
+
+        `world_size` must be a multiple of tensor x pipeline parallel size.
+        """
         return world_size // (
             self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size
         )
 
     @property
     def total_iters(self) -> int:
-        """Return the number of steps of the whole run, over all phases.
+        """Return the number of training steps of the run, over all phases.
 
-        A branch counts those of its parent.
+        A branch of another run counts that run's steps up to the branch, too.
         """
         return self.phase_configs[-1].last_step
 
     @property
     def phase_iters(self) -> int:
-        """Return the number of steps that the flags give without `phases`.
+        """Return the number of steps of this configuration without its `phases`.
 
-        It is --train-iters, or enough for --train-tokens, or 200 without both.
+        It is --train-iters, or enough for --train-tokens, or 200 without both. For the settings of
+        a phase these are the phase's steps.
         """
         if self.train_tokens is not None:
             return self.batch_sizes.steps_for(-(-self.train_tokens // self.data.seq_length))
@@ -423,7 +435,7 @@ class PretrainConfig:
 
     @property
     def eval_every(self) -> int:
-        """Return the steps between validations; 0 for none.
+        """Return the number of steps between validations; 0 for none.
 
         Without --eval-interval it is a tenth of the run, at least 1.
         """
@@ -457,10 +469,12 @@ DESCRIPTION = (
 def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
     """Return the configuration that the flags `argv` give.
 
-    Flags override the preset of --model, which overrides --config, which overrides defaults.
-    Whether the values fit each other is left to `PretrainConfig.check`.
+    Flags override the preset of a --model flag, which overrides the file of --config, which
+    overrides the preset of its `model`, which overrides defaults. Whether the values fit each other
+    is left to `PretrainConfig.check`. --help prints and exits.
 
     Args:
+        argv: Words of the command line after the command.
         prog: Name of the command for --help and errors.
 
     Raises:
@@ -473,11 +487,13 @@ def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
     """Return `default` with the file of --config and the preset of --model.
 
-    Fields that flags of `argv` replace (REPLACES) are set to their defaults. The values of these
-    flags are not applied.
+    Both are read from `argv`, whose other flags are not applied. Fields that its flags replace,
+    such as train_iters by --train-tokens (REPLACES), are set to their defaults.
 
     Args:
+        argv: Words of the command line after the command.
         prog: Name of the command for errors.
+        default: Configuration to start from, which is not changed.
 
     Raises:
         InputError: The file or the preset is invalid.
@@ -503,10 +519,11 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
 def read_config_file(path: str, default: PretrainConfig | None = None) -> PretrainConfig:
     """Return a configuration with the YAML file at `path` applied to `default`.
 
-    The preset of its `model` is applied first.
+    The preset of the file's `model` is applied before its other keys. A file that it names as
+    `config`, relative to it, is read before. Whether values fit each other is not checked.
 
     Args:
-        default: Configuration to start from; all defaults unless given.
+        default: Configuration to start from; None for all defaults.
 
     Raises:
         InputError: The file cannot be read or is invalid.
@@ -539,7 +556,7 @@ def _check_schedule(phases: Any, schedule: Any) -> None:
 
 
 def apply_preset(settings: PretrainConfig, name: str) -> PretrainConfig:
-    """Return a copy of `settings` with the name and model shape of a preset.
+    """Return a copy of `settings` with the preset `name` as `model` and its `shape`.
 
     Raises:
         InputError: There is no preset `name`.

@@ -28,7 +28,8 @@ class TokenGroups:
 
     A token is in one range of positions (0-127, 128-255, 256-511, ...) and in one corpus; the
     corpora of a pattern in --data-path count as one. Positions count from the document's start in
-    the pack.
+    the pack. `starts` has the first position of each range, `corpora` the names of the corpora.
+    Groups are indexed from 0, ranges before corpora; `len` is their number.
     """
 
     starts: tuple[int, ...]
@@ -37,9 +38,9 @@ class TokenGroups:
 
     @classmethod
     def from_packs(cls, packs: BlendedDataset) -> "TokenGroups":
-        """Return the groups that occur in `packs`.
+        """Return the groups that can occur in `packs`.
 
-        These are the ranges up to the length of a pack, and the corpora of the blend.
+        These are the ranges up to the length of a pack, and all corpora of the blend.
         """
         starts = [0]
         start = FIRST_RANGE
@@ -52,16 +53,16 @@ class TokenGroups:
         return len(self.starts) + len(self.corpora)
 
     def find_ranges(self, positions: np.ndarray) -> np.ndarray:
-        """Return whether each token is in each range of positions, bool[N, R].
+        """Return whether each token is in each range of positions, bool[N, len(starts)].
 
         Args:
-            positions: Positions in documents, int[N].
+            positions: Positions of the tokens in their documents, from 0, int[N].
         """
         ranges = np.searchsorted(self.starts, positions, side="right") - 1
         return ranges[:, None] == np.arange(len(self.starts))
 
     def find_corpus(self, corpus: str) -> int:
-        """Return the index of the group of `corpus`, after those of the ranges.
+        """Return the group index of `corpus`, len(starts) or above.
 
         Raises:
             ValueError: `corpora` lacks it.
@@ -69,15 +70,15 @@ class TokenGroups:
         return len(self.starts) + self.corpora.index(corpus)
 
     def mean_losses(self, sums: np.ndarray) -> dict[str, dict[str, float]]:
-        """Return the mean losses of each group, `by_position` and `by_corpus`.
-
-        Groups without tokens are left out, and so is a division into fewer than two groups.
+        """Return the mean loss of each group, as nested dictionaries.
 
         Args:
-            sums: Losses and counts of the groups, float64[2, G].
+            sums: Sums of the losses, and numbers of tokens or sums of their weights, float64[2,
+                len(self)].
 
         Returns:
-            The means by range of positions, such as `0-127`, and by corpus.
+            Such as {"by_position": {"0-127": 2.5, "128-255": 2.25}, "by_corpus": {...}}. Groups
+            without tokens are left out, and so is an entry with fewer than two groups.
         """
         ranges = [f"{start}-{max(2 * start, FIRST_RANGE) - 1}" for start in self.starts]
         range_count = len(ranges)
@@ -95,10 +96,12 @@ class TokenGroups:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packs in one row as tensors.
+    """Packs end to end in one row of S tokens, as tensors on one device.
 
-    The row has S tokens, those of the packs and of documents that only fill it; N of its positions
-    are predicted.
+    `build_micro_batch` makes it. `tokens` is int64[1, S], `positions` int64[S], from 0 in each
+    document; `packing` holds the documents' boundaries, `predictions` the N predicted positions and
+    their labels. The last `fill_documents` documents only fill the row. `loss_count` is this row's
+    part of the divisor of the loss.
     """
 
     tokens: Tensor
@@ -120,7 +123,10 @@ class MicroBatch:
     """Number of the row's last documents whose tokens count nothing."""
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return `packing.spans()` without the documents that only fill the row."""
+        """Return (start, prefix end, stop) of each document, as token indices of the row.
+
+        Documents that only fill the row are left out. See `PackedSequences.spans`.
+        """
         return self.packing.spans()[: len(self.packing.documents) - self.fill_documents]
 
 
@@ -135,18 +141,17 @@ def build_micro_batch(
     length: int = 0,
     dropout: bool = False,
 ) -> MicroBatch:
-    """Return packs end to end in a row, with the targets of an objective.
+    """Return packs end to end in one row, with the targets of an objective.
 
     Args:
-        packs: Data set.
-        samples: Numbers of the packs in it; may be empty if `length` is given.
+        packs: Data set of packs of one length.
+        samples: Indices of the packs in `packs`; may be empty if `length` is given.
         objective: Objective whose targets are drawn under `seed`.
         device: Device of the tensors.
-        groups: Those of a validation, for packs of a BlendedDataset.
-        weight: Factor of the losses and of their divisor.
-        length: Least number of tokens of the row, which documents of zeros fill if the packs have
-            fewer.
-        dropout: Whether the row is given random numbers for dropout, drawn under `seed` too.
+        groups: Groups of predicted tokens, for packs of a BlendedDataset; None in training.
+        weight: Factor of the losses and of their divisor, `loss_count`.
+        length: Least number of tokens of the row; zeros, as extra documents, fill a shorter one.
+        dropout: Whether the row gets random numbers for dropout, drawn under `seed`.
     """
     read = [packs[sample] for sample in samples]
     randomness = [SampleRandomness(seed, pack.sample, pack.epoch) for pack in read]
@@ -223,7 +228,7 @@ def _join(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor | None:
 
 
 class MicroBatchSpec(NamedTuple):
-    """Arguments of `build_micro_batch` but the device."""
+    """Arguments of `build_micro_batch` except the device; samples are a tuple."""
 
     packs: PackedDataset
     samples: tuple[int, ...]
@@ -242,11 +247,13 @@ class MicroBatchSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class DataParallelSampler:
-    """Assignment of a batch's samples to data-parallel rank `rank` of `size`.
+    """Division of global batches into rows of packs for one data-parallel rank.
 
-    Shares are as equal as possible. A share is cut into as few rows of at most `micro_batch_size`
-    packs as possible, which differ by at most one pack. The first rows of all ranks follow each
-    other in the batch, then the second ones, and so on.
+    Each of `size` ranks, of which this is `rank`, gets its part of a batch of `global_batch_size`
+    packs; parts differ by at most one pack. A part is cut into as few rows of at most
+    `micro_batch_size` packs as possible, which differ by at most one pack, in a multiple of
+    `row_multiple` rows. The first rows of all ranks follow each other in the batch, then the second
+    ones, and so on.
     """
 
     global_batch_size: int
@@ -258,16 +265,17 @@ class DataParallelSampler:
 
     @property
     def max_packs_per_rank(self) -> int:
-        """Return the packs of the rank with most."""
+        """Return the number of packs of a batch that the rank with most packs gets."""
         return -(-self.global_batch_size // self.size)
 
     def samples(self, start: int) -> list[range]:
-        """Return the sample numbers of each row of this rank.
+        """Return the samples of each row (micro-batch) of this rank in a global batch.
 
-        There is at least one row. Rows are empty if there are fewer packs than rows.
+        There are one or more rows, whose number may differ between ranks. A row is empty if there
+        are fewer packs than rows.
 
         Args:
-            start: First sample of the global batch.
+            start: Index of the batch's first sample; those returned count from there.
         """
         # The first `larger` ranks have one pack more.
         least, larger = divmod(self.global_batch_size, self.size)
@@ -310,7 +318,8 @@ class Prefetcher:
     def iterate(self, keys: Sequence[Any], next_keys: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield `build(key)` for each of `keys` in order.
 
-        The iterator must be consumed completely. Errors of `build` are raised at their key.
+        The iterator must be consumed completely before the next call. Errors of `build` are raised
+        when their key is due.
 
         Args:
             next_keys: Likely keys of the next call, which it begins to build.

@@ -63,10 +63,10 @@ _SAMPLE_FIELDS = ("data", "split", "packing", "data_order", "seq_length", "seed"
 
 
 def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunInit:
-    """Return the starting point of a run.
+    """Return the starting point of a run: new weights, a branch, or weights of a run.
 
     It is the one recorded in --save if the flags name the same one and there are checkpoints, else
-    that of the flags. Without --branch-from and --init-from the weights are new.
+    that of --branch-from or --init-from. No weights are loaded; each rank calls it for itself.
 
     Args:
         given: Names of the fields whose values were given (None: all). Rotary positions among them
@@ -96,9 +96,9 @@ def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunIni
 
 
 def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
-    """Return `settings` with the step and skipped samples of `start` in their flags.
+    """Return a copy of `settings` with step and skipped samples of `start` as flags.
 
-    These are --branch-at or --init-at, and --skip-samples.
+    These are --branch-at or --init-at, and --skip-samples, which the user may have left out.
     """
     field_name = {"branch": "branch_at", "weights": "init_at"}.get(start.kind)
     values = ({field_name: start.at} if field_name else {}) | {
@@ -108,16 +108,19 @@ def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
 
 
 class ParentRun:
-    """Run directory that another run starts from.
+    """Run directory that another run starts from, as read by the constructor.
 
-    It has the parent's flags, identity, starting point, skipped packs and checkpoints.
+    Attributes are `settings` (its flags), `identity` (what its weights depend on, by name), `start`
+    (its own starting point), `skipped` (its skipped packs), `checkpoints`, `is_converted` (weights
+    of a Hugging Face model without optimizer state) and `flag` (beginning of errors).
     """
 
     def __init__(self, flag: str, run: str, save: str):
-        """Read the run directory `run` given as `flag`.
+        """Read the run directory `run`.
 
         Args:
             flag: Flag that names it, such as --branch-from, for errors.
+            run: Path of the directory, as given in the command.
             save: Run directory of the new run; empty without one.
 
         Raises:
@@ -153,9 +156,10 @@ class ParentRun:
         self.settings = read_config_file(str(self.path / CONFIG_FILE))
 
     def read_progress(self, step: int) -> dict[str, Any]:
-        """Return the counters and `skip_packs` of a checkpoint by name.
+        """Return the counters of the checkpoint of `step`, and the packs skipped by then.
 
-        Counters are the PROGRESS_FIELDS.
+        Returns:
+            PROGRESS_FIELDS by name, and a SkippedPacks as `skip_packs`.
 
         Raises:
             InputError: The checkpoint is damaged or lacks one of them.
@@ -176,8 +180,11 @@ class ParentRun:
     def check_has_checkpoint(self, flag: str, step: int | None) -> int:
         """Return `step` if it has a checkpoint, complete or not.
 
+        Args:
+            flag: Flag that gives the step, such as --branch-at, for errors.
+
         Raises:
-            InputError: It has none or is None; the error names `flag` and the steps that exist.
+            InputError: It has none or is None; the error names the steps that exist.
         """
         steps = self.checkpoints.steps()
         if step not in steps:
@@ -195,10 +202,10 @@ class ParentRun:
         """Raise InputError if the identities of this run and of `plan` differ.
 
         Args:
-            names: Entries to compare; a missing one equals None.
-            reason: End of the error.
+            names: Entries of the identity to compare; a missing one equals None.
+            reason: End of the error, after the difference.
             step: Step of this run whose values are compared with those of the plan's first step, if
-                they change by phase.
+                they change by phase; None to compare those of the last phases.
         """
         parents = self.identity
         current = plan.identity
@@ -291,8 +298,8 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
 def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
     """Return a run's identity with the values of the phase of `step` (1, 2, ...).
 
-    They replace those of the last phase, which later steps have. An identity without phases is
-    unchanged.
+    They replace those of the last phase, which steps after the run have. An identity without
+    `phases` is returned unchanged; the argument never changes.
     """
     rows = identity.get("phases", [])  # converted models have no steps
     return identity | next(
@@ -419,7 +426,7 @@ def _check_learning_rate(
 def first_differing_step(schedule: Schedule, reference: Schedule, last: int) -> int | None:
     """Return the first step in which two schedules train different objectives.
 
-    Steps 1 to `last` are compared; None if there is none.
+    Steps 1 to `last`, inclusive, are compared; None if they are all equal.
     """
     step = 1
     while step <= last:
