@@ -27,7 +27,10 @@ from megaenc.flags import (
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Flags of the training data: corpora, tokenizer, split, packs, order, skips."""
+    """Flags of the training data: corpora, tokenizer, split, packs, order, skips.
+
+    Those marked BY_PHASE may differ between the phases of a run.
+    """
 
     data_path: tuple[str, ...] = setting((), NOT_IN_IDENTITY, BY_PHASE)
     """prefix of a tokenized corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A
@@ -88,7 +91,7 @@ class OptimizerConfig:
     """Newton-Schulz iterations of Muon's orthogonalization"""
 
     def check(self) -> None:
-        """Raise InputError for flags of Muon with another optimizer."""
+        """Raise InputError for flags of Muon given with another optimizer."""
         for name in ("muon_momentum", "muon_num_ns_steps") if self.optimizer != "muon" else ():
             if (value := getattr(self, name)) != getattr(OptimizerConfig, name):
                 raise InputError(
@@ -101,7 +104,8 @@ class OptimizerConfig:
 class StartConfig:
     """Flags to start from a checkpoint of another run, and to skip first samples.
 
-    The run is a branch of the other, or takes only its weights.
+    The run is a branch of the other one (--branch-from: weights, optimizer and data position), or
+    takes only its weights (--init-from). Steps are those after which a checkpoint was saved.
     """
 
     branch_from: str | None = None
@@ -147,7 +151,10 @@ class StartConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Flags for non-finite gradients and loss spikes: skipped steps and rewinds."""
+    """Flags for non-finite gradients and loss spikes: skipped steps and rewinds.
+
+    A rewind loads an earlier checkpoint and skips the packs that led to a spike.
+    """
 
     max_skipped_updates: NonNegativeInt = 10
     """steps of the whole run that may be skipped because loss or gradient are NaN or infinite; one
@@ -162,9 +169,11 @@ class FaultConfig:
     """steps, up to the step of the spike, whose packs a rewind skips"""
 
     def is_spike(self, deviations: float | None) -> bool:
-        """Return whether `deviations` above recent losses exceed --loss-spike-sigmas.
+        """Return whether a loss is a spike by --loss-spike-sigmas; never if that is 0.
 
-        False if that is 0, or for None.
+        Args:
+            deviations: Robust standard deviations of the loss above recent ones
+                (`compute_deviations`); None is no spike.
         """
         return (
             bool(self.loss_spike_sigmas)
@@ -265,11 +274,14 @@ class MonitoringConfig:
     stop_at_loss, loss: 3.2}'"""
 
     def check(self, save: str, steps: int, world_size: int) -> None:
-        """Raise InputError for flags of outputs, profiler and callbacks that do not fit.
+        """Raise InputError for flags of Weights & Biases and profiler that do not fit.
+
+        Callbacks are left to `parse_callbacks`.
 
         Args:
             save: Run directory; empty without one.
             steps: Number of steps of the run.
+            world_size: Number of processes of the run.
         """
         for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
             if getattr(self, name) and not self.wandb_project:

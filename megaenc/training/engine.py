@@ -44,10 +44,13 @@ from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimer
 
 @dataclass(frozen=True)
 class BatchSums:
-    """Sums over the predicted tokens of micro-batches or batches.
+    """Sums over the predicted tokens of micro-batches or batches, added by `+`.
 
-    Those of one rank have tensors on its device, so that the host does not wait for it; `reduce`
-    returns those of all ranks.
+    `loss_sum`, `correct` (tokens whose most likely token is the label), `predicted` (tokens),
+    `loss_count` (divisor of the loss), `flops` (of matrix products, forward and backward) and
+    `group_sums` (losses and tokens by TokenGroups, float64[2, G]). Those of one rank have tensors
+    on its device, so that the host does not wait for it; `reduce` returns those of all ranks as
+    numbers.
     """
 
     loss_sum: float | torch.Tensor = 0.0
@@ -71,19 +74,25 @@ class BatchSums:
 
     @property
     def loss(self) -> float | None:
-        """Return the mean loss over what the objective counts; None if that is 0."""
+        """Return loss_sum / loss_count, the mean loss; None if `loss_count` is 0."""
         return self.loss_sum / self.loss_count if self.loss_count else None
 
     @property
     def accuracy(self) -> float | None:
-        """Return the share of correct predictions, 0 to 1; None without predictions."""
+        """Return the fraction of correct predictions, 0 to 1; None without predictions."""
         return self.correct / self.predicted if self.predicted else None
 
     def reduce(self, votes: Sequence[int] = ()) -> tuple["BatchSums", tuple[float, ...]]:
-        """Return the sums, and those of `votes`, over all ranks.
+        """Return the sums over all ranks as Python numbers, and those of `votes`.
 
-        All ranks call this together, on sums of their own micro-batches. Each collective and each
-        synchronization costs the device a wait, so there is one of each.
+        All ranks call this together, on sums of their micro-batches, with equally many votes. The
+        device is synchronized, once, after a single all-reduce.
+
+        Args:
+            votes: Numbers of this rank to be summed over all ranks along with the others.
+
+        Returns:
+            The sums, with `group_sums` as an array, and the sum of each vote, in order.
         """
         device = self.group_sums.device
         of_device = torch.stack([self.loss_sum, self.correct])
@@ -104,7 +113,12 @@ class BatchSums:
 
 @dataclass(frozen=True)
 class TrainStepResult:
-    """Result of a step, equal on all ranks."""
+    """Result of `Engine.train_step`, equal on all ranks.
+
+    `metrics` are sums over all ranks; `grad_norm` is the norm before clipping, divided by
+    `loss_count`; `is_applied` is False if loss or gradient are not finite, so that weights and
+    optimizer are unchanged; `votes` are sums over all ranks.
+    """
 
     metrics: BatchSums
     grad_norm: float
@@ -118,16 +132,19 @@ class TrainStepResult:
 class Engine:
     """Model chunks and optimizer shard of one rank under megatron-core.
 
-    It trains the steps of `plan` and evaluates.
+    It trains the steps of `plan` and evaluates. `chunks` are the rank's parts of the model in
+    DistributedDataParallel, one unless pipeline stages are interleaved; `optimizer` is
+    megatron-core's. `init_distributed` must have been called. Most methods are collective.
     """
 
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
-        """Build model chunks and optimizer.
-
-        All ranks call this together.
+        """Build model chunks and optimizer; all ranks call this together.
 
         Args:
-            init_weights: Whether to initialize the weights; if not, the caller is to fill them.
+            plan: Plan of the run, equal on all ranks.
+            backend: Hardware of this process.
+            init_weights: True to draw the initial weights by the seed of `plan`; False leaves them
+                uninitialized, for a checkpoint to be loaded.
 
         Raises:
             InputError: Attention backend or linear layers of the flags do not work here.
@@ -212,9 +229,9 @@ class Engine:
         return methods if len(methods) > 1 else methods[0]
 
     def enter_phase(self, step: int) -> None:
-        """Take rotary base and batch sizes of the phase of `step`.
+        """Set rotary base and batch sizes to those of the phase of `step` (1, 2, ...).
 
-        Before the first step, they are those of the first phase.
+        For step 0 they are those of the first phase. Nothing is communicated.
         """
         settings = self.plan.settings.phase_at(step).settings
         self.sampler = dataclasses.replace(
@@ -228,7 +245,8 @@ class Engine:
     def gather_parameters(self) -> None:
         """Gather the weights that other ranks of a distributed optimizer update.
 
-        All ranks call this together. Without a distributed optimizer nothing is done.
+        All ranks call this together, after weights were loaded. Without --use-distributed-optimizer
+        nothing is done.
         """
         if self.layout.use_distributed_optimizer:
             for chunk in self.chunks:
@@ -245,9 +263,11 @@ class Engine:
         All ranks call this together.
 
         Args:
-            votes: Returns numbers, as many on each rank. It is called when the work of the step is
-                given to the device, so that a signal during the step counts in it.
-            before_optimizer: Called with the sums over all ranks, when all gradients are reduced.
+            votes: Returns numbers of this rank to be summed over all ranks, equally many on each.
+                It is called when the work of the step is given to the device, so that a signal
+                during the step counts in it.
+            before_optimizer: Called with the sums over all ranks, when all gradients are reduced,
+                neither divided nor clipped yet.
         """
         plan = self.plan
         self.step_timers = StepTimers()
@@ -273,9 +293,10 @@ class Engine:
         return TrainStepResult(sums, grad_norm, is_applied, vote_sums)
 
     def micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
-        """Return the specs of this rank's micro-batches of `step`.
+        """Return the specs of this rank's micro-batches of `step`, in order.
 
-        A sum of objectives has all micro-batches under the first, then all under the next.
+        A sum of objectives has all micro-batches under the first, then all under the next. Nothing
+        is read or communicated.
         """
         rows = self.micro_batch_samples(step)
         packs = self.plan.data_at(step).train
@@ -287,9 +308,10 @@ class Engine:
         return specs
 
     def relative_load(self, step: int) -> float:
-        """Return this rank's tokens of `step`, filling included, over the ranks' mean.
+        """Return this rank's tokens of `step`, divided by the mean of all ranks.
 
-        It is 1 for equal shares.
+        It is 1 for equal loads. Tokens that only fill micro-batches count for this rank, not in the
+        mean.
         """
         specs = self.micro_batch_specs(step)
         mean_packs = (
@@ -344,10 +366,10 @@ class Engine:
         return ranks * (FLOAT8_ALIGNMENT if aligned else 1)
 
     def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
-        """Return the sample numbers of each micro-batch of this rank in `step`.
+        """Return the sample indices of each micro-batch of this rank in `step`.
 
-        They are numbers in the data order. Data-parallel ranks share out the batch. A micro-batch
-        may be empty.
+        They are indices of packs in the data order, without skipped ones. Data-parallel ranks
+        divide the batch; those of a replica have the same. A micro-batch may be empty.
         """
         sizes = {"global_batch_size": self.plan.batch_size(step)}
         sizes["micro_batch_size"] = self.plan.settings.phase_at(step).settings.packs_at_once
@@ -356,7 +378,7 @@ class Engine:
         return [[self.plan.sample_at(position) for position in row] for row in positions]
 
     def zero_grad(self) -> None:
-        """Set the gradients of all model chunks and of the optimizer to zero."""
+        """Set this rank's gradients to zero, in model chunks and optimizer."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -404,7 +426,7 @@ class Engine:
     def no_grad_reduction(self) -> Iterator[None]:
         """Disable gradient reduction between model replicas inside the context.
 
-        Afterwards set all gradients to zero.
+        All ranks enter it together. At its end gradients are set to zero.
         """
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
@@ -419,15 +441,16 @@ class Engine:
     def local_loss_and_grad_norm(
         self, row: Sequence[int], objective: Objective, packs: PackedDataset | None = None
     ) -> tuple[float, float]:
-        """Return this rank's summed loss and gradient norm of the samples `row`.
+        """Return summed loss and gradient norm of one micro-batch, on this rank only.
 
-        There is no update. The loss is 0 if this rank computes none; the norm is that of the
-        gradients that this rank holds. Ranks of a replica call this together, inside
-        `no_grad_reduction`.
+        Weights are not updated. The loss is 0 on ranks that compute none; the norm is that of the
+        gradient parts that this rank holds, undivided. Ranks of a replica call this together,
+        inside `no_grad_reduction`.
 
         Args:
-            row: Numbers of the samples of one micro-batch, the same on all ranks of a replica.
-            packs: Data set, by default that of the first phase.
+            row: Indices of the samples, the same on all ranks of a replica.
+            objective: Objective whose loss is computed.
+            packs: Data set of the samples; None for that of the first phase.
         """
         self.zero_grad()
         with contextlib.ExitStack() as stack:
@@ -452,16 +475,16 @@ class Engine:
         objective: Objective,
         groups: TokenGroups | None = None,
     ) -> BatchSums:
-        """Return the sums of all ranks under `objective` over `samples` of `packs`.
+        """Return the sums over all ranks under `objective` over packs 0 to `samples` - 1.
 
-        All ranks call this together. The first packs are read, in global batches of the phase
-        entered last, and masks never change.
+        All ranks call this together. Batches are those of the phase entered last, and masks are the
+        same in each call. Gradients are neither computed nor changed.
 
         Args:
             packs: Data set.
-            samples: Number of packs, 1 or more; the last batch has the rest.
+            samples: Number of packs, 1 or more.
             objective: Objective whose loss is measured.
-            groups: Groups of the predicted tokens to sum the losses of, too.
+            groups: Groups of tokens for `group_sums`; None for none.
         """
         for chunk in self.chunks:
             chunk.eval()
@@ -486,16 +509,18 @@ class Engine:
     def run_micro_batches(
         self, specs: Sequence[MicroBatchSpec], next_specs: Sequence[MicroBatchSpec], train: bool
     ) -> BatchSums:
-        """Run this rank's micro-batches `specs` forward and, if `train`, backward.
+        """Run this rank's micro-batches forward and, if `train`, backward.
+
+        All ranks call this together; those of a model replica have equally many `specs`. Gradients
+        are added to, weights are not updated.
 
         Args:
-            specs: Micro-batches, 1 or more.
-            next_specs: Those that are likely to be run next, to be read in advance.
-            train: Whether to add the gradients.
+            specs: Micro-batches, 1 or more, all with equal groups.
+            next_specs: Those likely to be run next, to be read in advance.
 
         Returns:
-            Sums on the device. Only the last stage's first tensor-parallel rank counts, so that
-            each micro-batch is counted once; those of other ranks are zero.
+            This rank's sums, as tensors. Only the first tensor-parallel rank of the last pipeline
+            stage counts a micro-batch, so that it is counted once; those of other ranks are zero.
         """
         batches = (
             self._prefetcher.iterate(specs, next_specs)
@@ -523,10 +548,14 @@ class Engine:
         return sums
 
     def forward_step(self, iterator: Iterator[MicroBatch], model: torch.nn.Module):
-        """Return this stage's output of a micro-batch and the loss function.
+        """Return this stage's output of the next micro-batch, and its loss function.
 
-        It is a `forward_step_func` of megatron-core's schedules, which collect the third result of
-        the loss function.
+        It is a `forward_step_func` of megatron-core's schedules, which call the loss function on
+        the last stage and collect its third result, the BatchSums.
+
+        Args:
+            iterator: Micro-batches, from which one is taken.
+            model: Model chunk of this rank.
         """
         batch = next(iterator)
         predictions = batch.predictions
@@ -558,13 +587,17 @@ class Engine:
 
 
 def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
-    """Return the sums of losses and of predicted tokens of each group.
+    """Return the sums of losses and of predicted tokens of each token group.
 
-    A corpus has all tokens of a pack, which are summed as a slice: thousands of corpora take no
-    memory for each token, and the sum has a fixed order, unlike those of index_add_.
+    A corpus has all tokens of a pack, which are summed as a slice, in a fixed order.
+
+    Args:
+        batch: Micro-batch with `groups`.
+        losses_N: Loss of each predicted token, times its weight if there are any.
 
     Returns:
-        float64[2, G] of the batch's groups; with weights, the sums of weights instead of tokens.
+        float64[2, G] on the device: losses, then tokens; with weights, the sums of weights instead
+        of tokens.
     """
     losses_N = losses_N.double()
     weights_N = batch.predictions.weights
@@ -586,8 +619,8 @@ def finalize_summed_grads(
 ) -> None:
     """Reduce gradients as megatron-core does, but leave them undivided sums.
 
-    `num_tokens` is ignored: the number of tokens is known to all ranks without a reduction of its
-    own (see Engine._optimizer_step).
+    It is a `finalize_model_grads_func`. `num_tokens` is ignored: the optimizer's step divides by
+    the number of tokens, which all ranks know without another reduction.
     """
     finalize_model_grads(model, None, **options)
 

@@ -28,7 +28,10 @@ WSD_FLAGS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style"
 
 @dataclass(frozen=True)
 class LearningRateConfig:
-    """Flags of the learning rate: peak, warm-up and decay, which may differ by phase."""
+    """Flags of the learning rate: peak, warm-up and decay, which may differ by phase.
+
+    `LearningRateSchedule.from_config` makes a schedule of them.
+    """
 
     lr: PositiveFloat = setting(2e-3, BY_PHASE)
     """peak learning rate"""
@@ -61,22 +64,38 @@ _RESOLVED = (
 
 
 def linear(elapsed: float) -> float:
-    """Return the remainder 1 - r of a decay after its fraction r."""
+    """Return the fraction 1 - r of peak minus --min-lr that remains in a decay.
+
+    Args:
+        elapsed: r, the elapsed fraction of the decay, 0 to 1.
+    """
     return 1.0 - elapsed
 
 
 def cosine(elapsed: float) -> float:
-    """Return the remainder (1 + cos(pi r)) / 2 of a decay after its fraction r."""
+    """Return the fraction (1 + cos(pi r)) / 2 of peak minus --min-lr that remains.
+
+    Args:
+        elapsed: r, the elapsed fraction of the decay, 0 to 1.
+    """
     return 0.5 * (math.cos(math.pi * elapsed) + 1.0)
 
 
 def minus_sqrt(elapsed: float) -> float:
-    """Return the remainder 1 - sqrt(r) of a decay after its fraction r."""
+    """Return the fraction 1 - sqrt(r) of peak minus --min-lr that remains in a decay.
+
+    Args:
+        elapsed: r, the elapsed fraction of the decay, 0 to 1.
+    """
     return 1.0 - math.sqrt(elapsed)
 
 
 def exponential(elapsed: float) -> float:
-    """Return the remainder 2 * 0.5^r - 1 of a decay after its fraction r."""
+    """Return the fraction 2 * 0.5^r - 1 of peak minus --min-lr that remains.
+
+    Args:
+        elapsed: r, the elapsed fraction of the decay, 0 to 1.
+    """
     return 2.0 * math.pow(0.5, elapsed) - 1.0
 
 
@@ -92,9 +111,12 @@ def _find_defect(name: str, style: Any) -> str:
 
 
 def flags_of(style: Callable[..., float]) -> tuple[str, ...]:
-    """Return the fields of LearningRateConfig that a decay style reads.
+    """Return the names of the LearningRateConfig fields that a decay style reads.
 
     They are its keyword-only parameters.
+
+    Args:
+        style: Function such as `linear`, a value of DECAY_STYLES.
     """
     parameters = inspect.signature(style).parameters.values()
     return tuple(
@@ -119,13 +141,13 @@ for _style in (linear, cosine, minus_sqrt, exponential):  # as in megatron-core
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Learning rate of a step: warm-up, constant peak, then a decay.
+    """Learning rate of a step: linear warm-up, constant peak, then a decay.
 
-    For steps n = 1..total: peak * n / warmup for n <= warmup, then peak, then min_lr + (peak -
-    min_lr) * f(r) over the last `decay` steps, where r = (n - 1 - (total - decay)) / decay, and f
-    is the decay style `style`. The first of them still has the peak, and the rate of no step is
-    zero. megatron-core has the same rates of decay, and its warm-up is one step later, so that the
-    rate of its first step is zero. `warmup`, `decay` and `total` are numbers of steps.
+    `warmup`, `decay` and `total` are numbers of steps, `style` a name in DECAY_STYLES. For steps n
+    = 1..total: peak * n / warmup for n <= warmup, then peak, then min_lr + (peak - min_lr) * f(r)
+    over the last `decay` steps, where r = (n - 1 - (total - decay)) / decay and f is the decay
+    style; the first of them still has the peak. megatron-core's warm-up is one step later, so that
+    its first step has the rate zero.
 
     Raises:
         InputError: Warm-up and decay exceed `total`, or the style is unknown.
@@ -150,7 +172,7 @@ class LearningRateSchedule:
         object.__setattr__(self, "_remaining", DECAY_STYLES.find(self.style))
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of `step` (1, 2, ...)."""
+        """Return the learning rate of `step` (1 to `total`)."""
         if step <= self.warmup:
             return self.peak * step / self.warmup
         if step <= self.total - self.decay:
@@ -161,9 +183,10 @@ class LearningRateSchedule:
         return self.decayed(elapsed)
 
     def decayed(self, elapsed: float) -> float:
-        """Return the learning rate after the fraction `elapsed` of the decay, 0 to 1.
+        """Return the learning rate after a fraction of the decay, the peak after 0.
 
-        It is the peak at 0.
+        Args:
+            elapsed: Elapsed fraction of the decay, 0 to 1.
         """
         return self.min_lr + (self.peak - self.min_lr) * self._remaining(
             elapsed, **dict(self.options)
@@ -171,15 +194,17 @@ class LearningRateSchedule:
 
     @property
     def last_peak(self) -> int:
-        """Return the last step with the peak rate.
+        """Return the last step with the peak rate, the first step of the decay.
 
-        The first step of a decay still has it.
+        It is `total` without a decay.
         """
         return self.total - max(self.decay, 1) + 1
 
     @classmethod
     def from_config(cls, config: LearningRateConfig, total: int) -> Self:
         """Return the schedule of the flags `config` in a run or phase of `total` steps.
+
+        Fractions of the run are resolved to whole steps.
 
         Raises:
             InputError: The flags do not fit together, or the decay style is unknown or fails.
@@ -217,7 +242,10 @@ class LearningRateSchedule:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the entries of a run's identity, without the number of steps."""
+        """Return the schedule as JSON-ready entries of a run's identity, by flag name.
+
+        The number of steps, `train_iters`, is not among them. `from_identity` reads them.
+        """
         entries = {
             "lr": self.peak,
             "lr_warmup_iters": self.warmup,
@@ -230,11 +258,14 @@ class LearningRateSchedule:
 
     @classmethod
     def from_identity(cls, identity: Mapping[str, Any]) -> Self:
-        """Return the schedule of a run by its `identity`.
+        """Return the schedule that a run's `identity` holds.
+
+        Args:
+            identity: Entries of `identity`, and `train_iters` with the number of steps.
 
         Raises:
             ValueError: The identity holds no schedule.
-            InputError: The decay style is unknown here.
+            InputError: The decay style is not installed, or warm-up and decay are too long.
         """
         rates = [identity.get(name) for name in ("lr", "min_lr")]
         steps = [
@@ -269,12 +300,15 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True)
 class PhasedSchedule:
-    """Learning rate of a step in a run whose phases have schedules of their own."""
+    """Learning rate of a step in a run whose phases have schedules of their own.
+
+    `parts` has one for each phase, in order, each over its `total` steps.
+    """
 
     parts: tuple[LearningRateSchedule, ...]
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of `step` (1, 2, ...)."""
+        """Return the learning rate of `step`, which counts from 1 over all phases."""
         for part in self.parts[:-1]:
             if step <= part.total:
                 return part(step)
@@ -283,9 +317,9 @@ class PhasedSchedule:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the entry `lr_phases` of a run's identity, and `lr`.
+        """Return the schedule as JSON-ready entries of a run's identity.
 
-        `lr_phases` has flags and steps of each part; `lr` is the peak of the last.
+        `lr_phases` has a dictionary of flags and steps for each part; `lr` is the peak of the last.
         """
         return {
             "lr_phases": [{"train_iters": part.total, **part.identity} for part in self.parts],
@@ -301,11 +335,14 @@ LearningRate = LearningRateSchedule | PhasedSchedule
 
 
 def learning_rate_from_identity(identity: Mapping[str, Any]) -> LearningRate:
-    """Return the learning-rate schedule of a run by its `identity`.
+    """Return the learning-rate schedule that a run's `identity` holds.
+
+    Args:
+        identity: `Plan.identity` of the run, as in its run.json.
 
     Raises:
         ValueError: The identity holds no schedule.
-        InputError: A decay style is unknown here.
+        InputError: A decay style is not installed, or warm-up and decay are too long.
     """
     if "lr_phases" not in identity:
         return LearningRateSchedule.from_identity(identity)
@@ -318,13 +355,15 @@ def learning_rate_from_identity(identity: Mapping[str, Any]) -> LearningRate:
 def resolve_steps(
     flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05
 ) -> int:
-    """Return a number of steps given by either of two flags.
+    """Return a number of steps given as a number or as a fraction of the run.
 
     Args:
-        flag: Name that both begin with: `--{flag}-iters`, `--{flag}-fraction`.
-        iters: Value of the first.
-        fraction: Value of the second, a fraction of `total`; the product is rounded, halves up.
-        default: Fraction without both flags.
+        flag: Beginning of both flags without hyphens, such as lr-warmup for --lr-warmup-iters and
+            --lr-warmup-fraction.
+        iters: Value of the first flag, which is returned; None if it is not given.
+        fraction: Value of the second, a fraction of `total`; None if it is not given.
+        total: Steps of the run; its product with the fraction is rounded, halves up.
+        default: Fraction if neither is given.
 
     Raises:
         InputError: Both flags are given.

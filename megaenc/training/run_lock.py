@@ -15,15 +15,19 @@ _ACQUIRE_ATTEMPTS = 20  # while other processes may be removing the directory
 
 
 class RunLock(FileLock):
-    """Lock of a run directory by its file `.lock`.
+    """Lock of a run directory by its file `.lock`, acquired by the constructor.
 
-    The directory is created if missing. The lock is held until `release` or the end of the process.
+    It is held until `release` or the end of the process, so that only one run trains in the
+    directory. Only rank 0 creates one.
     """
 
     def __init__(self, directory: Path, patience: float = 0.0):
-        """Acquire the lock, waiting up to `patience` seconds for another process.
+        """Acquire the lock of `directory`, which is created if missing.
 
-        After a restart by torchrun, the replaced processes may still be exiting on another machine.
+        Args:
+            directory: Run directory.
+            patience: Seconds to wait for another process that holds the lock: after a restart by
+                torchrun, the replaced processes may still be exiting on another machine.
 
         Raises:
             InputError: Another process holds the lock, or it cannot be acquired.
@@ -70,7 +74,7 @@ class RunLock(FileLock):
     def acquire(self) -> bool:
         """Try to acquire the lock without waiting; return whether it was acquired.
 
-        Directory and lock file are created if missing.
+        The constructor has called it already. Directory and lock file are created if missing.
 
         Raises:
             OSError: They cannot be created or locked.
@@ -84,9 +88,9 @@ class RunLock(FileLock):
         return super().acquire()
 
     def check(self) -> None:
-        """Raise InputError if the lock file was removed or replaced.
+        """Raise InputError if the lock file was removed or replaced since `acquire`.
 
-        Another process may then train in the directory.
+        Another process may then train in the directory. Call it before each write there.
         """
         if not self.is_held():
             raise InputError(
@@ -97,18 +101,18 @@ class RunLock(FileLock):
             )
 
     def refresh(self) -> None:
-        """Set the time of the lock file to now, because scratch disks purge old files.
+        """Set the modification time of the lock file; scratch disks purge old files.
 
         Raises:
-            InputError: The lock is lost.
+            InputError: The lock file was removed or replaced.
         """
         self.check()
         os.utime(self._descriptor)
 
     def remove(self) -> None:
-        """Remove the lock file if this lock has created it.
+        """Remove the lock file if this object has created it; the lock stays held.
 
-        The lock is not released. Errors of the removal are ignored.
+        Errors of the removal are ignored.
         """
         if self.created:
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Ranges of samples that a run skips, and the order of the remaining ones."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,18 +15,19 @@ _MAX_LISTED_RANGES = 8  # in a console line
 
 @dataclass(frozen=True)
 class SkippedPacks:
-    """Set of sample numbers that a run skips.
+    """Set of sample indices, the packs of the data order that a run skips.
 
-    `ranges` are (first, last), both inclusive, sorted, disjoint and not adjacent.
+    Samples are indexed from 0. `ranges` are (first, last), both inclusive, sorted, disjoint and not
+    adjacent; `from_ranges`, `from_indices` and `parse` ensure that. `|` is the union.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_ranges(cls, ranges: Iterable[tuple[int, int]]) -> Self:
-        """Return the set of inclusive ranges (first, last) in any order.
+        """Return the set of inclusive ranges (first, last), given in any order.
 
-        Overlapping and adjacent ones are merged.
+        Overlapping and adjacent ranges are merged.
         """
         merged: list[tuple[int, int]] = []
         for first, last in sorted(ranges):
@@ -38,11 +39,11 @@ class SkippedPacks:
 
     @classmethod
     def from_indices(cls, indices: Iterable[int]) -> Self:
-        """Return the set of the sample indices `indices`, given in any order."""
+        """Return the set of sample indices, given in any order."""
         return cls.from_ranges((index, index) for index in indices)
 
     @classmethod
-    def parse(cls, texts: Iterable[str]) -> Self:
+    def parse(cls, texts: Collection[str]) -> Self:
         """Return the set of --skip-packs values such as `1200-1215` or `1300`.
 
         `none` as the only value is the empty set, as are no values.
@@ -63,7 +64,10 @@ class SkippedPacks:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Return the ranges as values of `--skip-packs`, such as ("1200-1215", "1300")."""
+        """Return the ranges as values of --skip-packs, such as ("1200-1215", "1300").
+
+        There are none for the empty set.
+        """
         return tuple(
             f"{first}-{last}" if last > first else f"{first}" for first, last in self.ranges
         )
@@ -71,7 +75,7 @@ class SkippedPacks:
     def format_short(self, separator: str = " ") -> str:
         """Return the ranges as one text such as `1200-1215 1300`.
 
-        `separator` joins them; `...` stands for those beyond 8. It is empty without any.
+        `separator` joins them; `...` stands for those beyond 8. The text of the empty set is empty.
         """
         return separator.join(
             self.texts
@@ -83,9 +87,9 @@ class SkippedPacks:
         return SkippedPacks.from_ranges(self.ranges + other.ranges)
 
     def sample_at(self, first: int, position: int) -> int:
-        """Return the number of the sample at `position` among the unskipped ones.
+        """Return the index of the sample at `position` among the unskipped ones.
 
-        Positions 0, 1, ... count the unskipped samples from number `first` on.
+        Positions 0, 1, ... count the unskipped samples from index `first` on.
         """
         sample = first + position
         for start, last in self.ranges:
@@ -95,24 +99,21 @@ class SkippedPacks:
         return sample
 
     def end_sample(self, first: int, count: int) -> int:
-        """Return the number after the last of `count` unskipped samples.
+        """Return the index after the last of the first `count` unskipped samples.
 
-        They begin at number `first`, which is returned if `count` is 0.
+        They count from index `first` on, which is returned if `count` is 0.
         """
         return self.sample_at(first, count - 1) + 1 if count else first
 
     def clip(self, start: int, stop: int) -> "SkippedPacks":
-        """Return the skipped numbers from `start` to `stop` - 1 as a set.
-
-        Ranges that go beyond are cut.
-        """
+        """Return the set of skipped indices from `start` to `stop` - 1."""
         clipped = ((max(first, start), min(last, stop - 1)) for first, last in self.ranges)
         return SkippedPacks(tuple((first, last) for first, last in clipped if first <= last))
 
     def describe(self) -> str:
-        """Return the end of a console line about the skipped packs; empty without any.
+        """Return the end of a console line about the skipped packs.
 
-        It is such as `; 17 packs left out: 1200-1215 1300`.
+        It is such as `; 17 packs left out: 1200-1215 1300`, and empty for the empty set.
         """
         return (
             f"; {self.pack_count:,} pack{'s' * (self.pack_count > 1)} left out: "
@@ -129,7 +130,8 @@ class SkippedPacks:
     def reads_same(self, other: "SkippedPacks", first: int, count: int) -> bool:
         """Return whether two sets skip the same samples among those that are read.
 
-        Samples are read from number `first` on, until `count` unskipped ones are read.
+        Samples are read from index `first` on, until `count` samples that this set does not skip
+        are read.
         """
         end = self.end_sample(first, count)
         return self.clip(first, end) == other.clip(first, end)
