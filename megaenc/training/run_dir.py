@@ -48,20 +48,21 @@ STACKS_DIR = "stacks"
 
 
 class RunDir:
-    """Context for the run directory `--save`, locked from its creation.
+    """Context for the run directory --save, locked from its creation; only on rank 0.
 
-    Only rank 0 creates one. `config.yaml` holds the flags (for --config), `run.json` metadata of
-    data, tokenizer and kernels, `tokenizer/` a copy of the tokenizer, `metrics.jsonl` a row per
-    logged step, `validation.jsonl` one per validation (including step 0), `stragglers.jsonl` one
-    per straggler report, `checkpoints/` the checkpoints. Until `begin` only the lock is there,
-    which is removed again, with new and empty directories, if the run is refused before.
+    `config.yaml` holds the flags (for --config), `run.json` metadata of data, tokenizer and
+    kernels, `tokenizer/` a copy of the tokenizer, `metrics.jsonl` a row per logged step,
+    `validation.jsonl` one per validation (including step 0), `stragglers.jsonl` one per straggler
+    report, `checkpoints/` the checkpoints. Until `begin` only the lock is there, which is removed
+    again, with new and empty directories, if the run is refused before. The end of the context
+    releases the lock.
     """
 
     def __init__(self, path: Path, plan: "Plan"):
-        """Lock the directory and check that it is empty or holds this run.
+        """Lock the directory `path` and check that it is empty or holds the run of `plan`.
 
-        It is created if missing. Under torchrun the lock is waited for, as the processes that a
-        restart replaces may still hold it.
+        It is created if missing. Under torchrun the lock is waited for, up to two minutes, as the
+        processes that a restart replaces may still hold it.
 
         Raises:
             InputError: Another process holds the lock, or the directory holds something else.
@@ -98,12 +99,14 @@ class RunDir:
     def begin(self, plan: "Plan", kernels: dict[str, Any], step: int) -> None:
         """Write configuration, metadata and tokenizer of a run that is ready to train.
 
-        Rows after `step`, the step before the next one, are dropped first. Temporary files of a
-        killed start are removed.
+        Rows of steps after `step` are dropped first. Temporary files of a killed start are removed.
 
         Args:
-            kernels: Kernels in use, for run.json.
-            step: Last step whose rows stay; -1 for none.
+            kernels: Kernels in use, for run.json (`Engine.kernel_metadata`).
+            step: Step before the first one to train, whose rows stay; -1 to drop all rows.
+
+        Raises:
+            InputError: A metrics file is invalid, or a file cannot be written.
         """
         files = (
             RUN_FILE,
@@ -123,7 +126,10 @@ class RunDir:
         """Write run.json, config.yaml and a missing tokenizer; nothing if one fails.
 
         Args:
-            kernels: Kernels in use, for run.json.
+            kernels: Kernels in use, for run.json (`Engine.kernel_metadata`).
+
+        Raises:
+            InputError: A file cannot be written, or the lock is lost.
         """
         self.lock.check()
         preset = flags.flatten(get_preset(plan.settings.model))  # of which null overrides a value
@@ -153,9 +159,9 @@ class RunDir:
             )
 
     def drop_rows_after(self, step: int) -> None:
-        """Delete rows after `step`, and a cut-off last row, from all metrics files.
+        """Delete rows of steps after `step`, and a cut-off last row, from metrics files.
 
-        Missing files stay missing.
+        These are metrics.jsonl, validation.jsonl and stragglers.jsonl; missing ones stay missing.
 
         Raises:
             InputError: A line before the last row to keep is invalid, and the error names it; or a
@@ -172,12 +178,13 @@ class RunDir:
                     atomic_write(self.path / file, "".join(line + "\n" for line in lines))
 
     def append_row(self, file: str, row: dict[str, Any]) -> None:
-        """Append a row as a JSON line to the metrics file `file`.
+        """Append `row` as a JSON line to a metrics file.
 
         NaN and infinity are written as null.
 
         Args:
             file: Name of the file in the directory, such as METRICS_FILE.
+            row: Values by name, JSON-ready, with the `step`.
 
         Raises:
             LocalInputError: The file cannot be written, or the lock is lost.
@@ -286,8 +293,10 @@ def describe_difference(
     It is such as `seed is 1 there, 2 here`. A missing field equals None.
 
     Args:
+        recorded: Values by name, `there`.
+        current: Values by name, `here`.
         names: Words for `there` and `here`, such as ("on rank 0", "on rank 3").
-        fields: Fields to compare; all unless given.
+        fields: Names to compare; None for all, in the order of `current`.
     """
     for name in dict.fromkeys((*current, *recorded)) if fields is None else fields:
         if recorded.get(name) != current.get(name):

@@ -101,7 +101,7 @@ class RunLock(FileLock):
             )
 
     def refresh(self) -> None:
-        """Set the modification time of the lock file; scratch disks purge old files.
+        """Set the lock file's time to now, because scratch disks purge old files.
 
         Raises:
             InputError: The lock file was removed or replaced.

@@ -37,13 +37,13 @@ TENSORBOARD_RUN = "megaenc_run"
 
 
 def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]:
-    """Return the started loggers that flags of `plan` request.
+    """Return the started loggers that flags of `plan` request, on rank 0.
 
-    There are none on ranks except 0.
+    They are for --tensorboard-dir and --wandb-project. Other ranks get none. Call `submit` to log.
 
     Args:
-        run_dir: Directory that keeps the id of the Weights & Biases run; None without --save, for
-            a new id.
+        run_dir: Directory that keeps the id of the Weights & Biases run; None without --save, for a
+            new id.
     """
     monitoring = plan.settings.monitoring
     save = plan.settings.output.save
@@ -74,15 +74,15 @@ class TensorBoardLogger:
     """
 
     def __init__(self, directory: str, run: str, config: dict[str, Any]):
-        """Claim the directory `directory` for the run with the digest `run`.
-
-        The directory is created if missing.
+        """Claim `directory`, which is created if missing, for one run.
 
         Args:
+            directory: Directory of the event files.
+            run: `identity_digest` of the run, written to a file there.
             config: Flags and metadata of the run, JSON-ready, which each event file begins with.
 
         Raises:
-            InputError: Another run has written to it.
+            InputError: Another run has written to the directory.
         """
         marker = Path(directory) / TENSORBOARD_RUN
         if marker.exists() and marker.read_text(encoding="utf-8").strip() != run:
@@ -98,9 +98,9 @@ class TensorBoardLogger:
         self._texts: dict[str, str] = {}
 
     def drop_rows_after(self, step: int) -> None:
-        """Start an event file that drops rows after `step` of older files.
+        """Start an event file that makes TensorBoard ignore earlier rows after `step`.
 
-        TensorBoard ignores those rows then. The file begins with the flags.
+        The file begins with the flags. Pass -1 for a new run.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -113,10 +113,12 @@ class TensorBoardLogger:
         self._writer.add_text("config", "\n".join("    " + line for line in lines), step + 1)
 
     def log(self, group: str, row: dict[str, Any]) -> None:
-        """Write the numbers and changed texts of `row` as events of its step.
+        """Write the numbers and changed texts of `row` as events of its `step`.
 
-        Their names are such as `group`/loss (`flatten_row`). A text is written if it differs from
-        the last one of its name.
+        Args:
+            group: Beginning of their names, such as train for train/loss (`flatten_row`).
+            row: Values by name, with `step`. A text is written if it differs from the last one of
+                its name.
         """
         step = row["step"]
         for name, value in flatten_row(row, group).items():
@@ -151,12 +153,15 @@ class WandbLogger:
     ):
         """Start or resume the Weights & Biases run `run_id`.
 
-        It is offline without API key or if the server does not answer in `patience` seconds.
-        WANDB_MODE in the environment overrides this.
+        It is offline without API key or if the server does not answer in time; WANDB_MODE in the
+        environment overrides this. A line is printed if it is offline.
 
         Args:
+            monitoring: Flags of project, name, entity and directory.
             save: Run directory, which gives default name and directory; empty without one.
+            run_id: Id that Weights & Biases resumes the run by.
             config: Flags and metadata of the run, JSON-ready.
+            patience: Seconds to wait for the server.
         """
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -204,9 +209,11 @@ class WandbLogger:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, group: str, row: dict[str, Any]) -> None:
-        """Log the numbers and texts of `row` with its step.
+        """Log the numbers and texts of `row` with its `step`.
 
-        Their names are such as `group`/loss (`flatten_row`).
+        Args:
+            group: Beginning of their names, such as train for train/loss (`flatten_row`).
+            row: Values by name, with `step`.
         """
         self._run.log({"step": row["step"], **flatten_row(row, group)})
 
@@ -229,7 +236,7 @@ class BackgroundLogger:
 
     Args:
         name: Name of the logger in messages.
-        build: Returns the logger; called in the thread.
+        build: Returns the logger, such as a TensorBoardLogger; called in the thread.
     """
 
     def __init__(self, name: str, build: Callable[[], Any]):
@@ -241,13 +248,17 @@ class BackgroundLogger:
         self._thread.start()
 
     def submit(self, method: str, *arguments: Any) -> None:
-        """Queue the call `method(*arguments)` of the logger, without waiting for it."""
+        """Queue the call `method(*arguments)` of the logger, without waiting for it.
+
+        Args:
+            method: Name of the method, such as log.
+        """
         self._calls.put((method, arguments, threading.Event()))
 
     def flush(self, seconds: float = 5.0) -> None:
-        """Wait up to `seconds` until the logger has flushed all queued rows.
+        """Wait up to `seconds` until the logger has made and flushed all queued calls.
 
-        Return at once if it is not open yet.
+        Return at once if the logger is not built yet.
         """
         is_done = threading.Event()
         if self._is_open.is_set():
@@ -255,7 +266,7 @@ class BackgroundLogger:
             is_done.wait(seconds)
 
     def close(self, seconds: float = 90.0) -> None:
-        """Close the logger after its queued calls, waiting up to `seconds`.
+        """Close the logger after its queued calls, waiting up to `seconds` for them.
 
         A warning is printed if it takes longer.
         """
@@ -294,13 +305,14 @@ class BackgroundLogger:
 
 
 def flatten_row(row: dict[str, Any], group: str) -> dict[str, float | str]:
-    """Return finite numbers and texts of a nested row by path.
+    """Return the finite numbers and the texts of a nested row, by path.
 
     A path is such as validation/mlm/loss: the level `objectives` is elided, keeping its children,
     and `step` is skipped. Values of other types, such as None and lists, are left out.
 
     Args:
-        group: Beginning of each path.
+        row: Row of a metrics file; it is not changed.
+        group: Beginning of each path, such as validation.
     """
     values: dict[str, float | str] = {}
     for name, value in row.items():

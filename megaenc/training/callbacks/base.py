@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of a training step; equal on all ranks but for `seconds`."""
+    """Report of a training step; equal on all ranks but for `seconds`.
+
+    `step` counts from 1. `result` has sums over all ranks, gradient norm, and whether the update
+    was applied. The trainer builds it for `Callback.after_step`.
+    """
 
     step: int
     result: "TrainStepResult"
@@ -102,7 +106,10 @@ def parse_callbacks(
     """Return class and options of each callback of --callbacks, in their order.
 
     Options are without `name`. Those whose parameters are annotated as bool, int, float or str are
-    converted to these types; others are as YAML has them.
+    converted to these types; others are as YAML has them. Nothing is constructed.
+
+    Args:
+        texts: YAML mappings such as "{name: stop_at_loss, loss: 3.2}".
 
     Raises:
         InputError: A text is no mapping with a name, a callback is unknown, or its class does not

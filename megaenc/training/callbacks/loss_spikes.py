@@ -28,10 +28,14 @@ def compute_deviations(loss: float, recent: Sequence[float]) -> float:
 
 
 class RecentLosses:
-    """Recent losses of each objective, to which new ones are compared."""
+    """Recent losses of each objective, to which new ones are compared.
+
+    It is the same on all ranks, which add the same losses. `state`, JSON-ready, is saved in
+    checkpoints.
+    """
 
     def __init__(self, state: dict[str, Any] | None = None):
-        """Restore the `state` attribute of an earlier instance, or start empty."""
+        """Restore the `state` attribute of an earlier instance; None starts empty."""
         self.state: dict[str, Any] = {text: dict(window) for text, window in (state or {}).items()}
         """JSON-ready: for each objective its last `step` and up to MAX_RECENT_LOSSES `losses`."""
 
@@ -41,9 +45,13 @@ class RecentLosses:
         The window of an objective that returns after more than MIN_RECENT_LOSSES steps of others is
         cleared first: the model has changed in the meantime.
 
+        Args:
+            objective: Text of the objective, which has a window of its own.
+            loss: Mean loss of `step`; one that is None or not finite is not added.
+
         Returns:
             Deviations (`compute_deviations`); None with fewer than MIN_RECENT_LOSSES recent losses,
-            or for a loss that is None or not finite, which is not added.
+            or for a loss that is not added.
         """
         if loss is None or not math.isfinite(loss):
             return None
@@ -55,9 +63,12 @@ class RecentLosses:
 
 
 def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
-    """Return the line that reports a loss spike.
+    """Return the console line that reports a loss spike at `step`.
 
-    With --max-rewinds it has the number of the rewind, or reports that none is left.
+    With --max-rewinds it has the number of the next rewind, or reports that none is left.
+
+    Args:
+        deviations: Robust standard deviations of `loss` above recent ones.
     """
     allowed = plan.settings.health.max_rewinds
     rewinds = len(plan.rewinds)

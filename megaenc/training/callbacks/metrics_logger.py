@@ -23,7 +23,8 @@ _GROUPS = {METRICS_FILE: "train", VALIDATION_FILE: "validation", STRAGGLERS_FILE
 class MetricsLogger(Callback):
     """Callback that logs steps and validations of a run.
 
-    They go to the run directory, logging backends and a progress line.
+    They go to the files of the run directory, to TensorBoard and Weights & Biases, both on rank 0,
+    and to a progress line on the console.
     """
 
     def __init__(self, trainer: "Trainer", run_dir: RunDir | None):
@@ -58,9 +59,10 @@ class MetricsLogger(Callback):
             logger.close()
 
     def after_step(self, report: StepReport) -> None:
-        """Log a row of metrics if one is due, and update the progress line.
+        """Log a row of metrics.jsonl if one is due, and update the progress line.
 
-        One is due at each interval, at the last step, and at a spike or skipped step.
+        All ranks call this together, as timings are reduced. A row is due at each interval, at the
+        last step, and at a spike or skipped step.
         """
         plan = self.trainer.plan
         step = report.step
@@ -91,15 +93,17 @@ class MetricsLogger(Callback):
         )
 
     def after_validation(self, step: int, scores: dict[str, Any]) -> None:
-        """Log the scores of a validation, with the run's progress."""
+        """Log a row of validation.jsonl: step, the run's counters, and `scores`."""
         self.log(VALIDATION_FILE, {"step": step, **self.trainer.progress, **scores})
 
     def log(self, file: str, row: dict[str, Any]) -> None:
         """Write `row` to a metrics file and to the loggers; do nothing on ranks except 0.
 
+        Without --save only the loggers get it.
+
         Args:
             file: METRICS_FILE, VALIDATION_FILE or STRAGGLERS_FILE.
-            row: Values by name, with the `step`.
+            row: Values by name, JSON-ready, with the `step`.
         """
         if self._run_dir:
             self._run_dir.append_row(file, row)
@@ -107,7 +111,7 @@ class MetricsLogger(Callback):
             logger.submit("log", _GROUPS[file], row)
 
     def drop_rows_after(self, step: int) -> None:
-        """Delete rows of steps after `step` from logging backends.
+        """Invalidate rows of steps after `step` in TensorBoard and Weights & Biases.
 
         Those steps are repeated. It must be called before the first row, with -1 for a new run. The
         run directory's files are left to `RunDir.drop_rows_after`.
@@ -116,7 +120,7 @@ class MetricsLogger(Callback):
             logger.submit("drop_rows_after", step)
 
     def before_save(self, step: int) -> None:
-        """Flush all rows to the disk."""
+        """Flush all rows to the disk, so that no checkpoint is newer than its rows."""
         if self._run_dir:
             self._run_dir.sync()
         for logger in self._loggers:
@@ -137,9 +141,9 @@ class MetricsLogger(Callback):
 
 
 def progress_fields(row: dict[str, Any], backend: Backend) -> dict[str, str]:
-    """Return the values of the progress line: loss, tokens/s and, if known, MFU.
+    """Return the texts of the progress line by name: loss, tokens/s and MFU if known.
 
-    MFU is in percent, and left out on a CPU.
+    MFU, model FLOPs utilization, is in percent, and left out on a CPU.
 
     Args:
         row: Row of metrics.jsonl.

@@ -23,9 +23,9 @@ TABLE_ROWS = 20
 class Profiler(Callback):
     """Callback of --profile: torch's profiler for chosen steps and ranks.
 
-    It writes a trace (.json.gz) and a table (.txt) to SAVE/profile. A run that resumes between the
-    first and the last chosen step profiles the remaining ones. Errors of writing do not end the
-    run.
+    Each profiled rank writes a trace (.json.gz) and a table (.txt) to SAVE/profile. A run that
+    resumes between the first and the last chosen step profiles the remaining ones. Errors of
+    writing do not end the run.
     """
 
     def __init__(self, trainer: "Trainer"):

@@ -16,7 +16,7 @@ _MAX_EXCESS = 0.05  # of the largest share over the mean, from which on it is wo
 def format_model(plan: Plan) -> str:
     """Return name, number of parameters and precision of the model as text.
 
-    It is such as `model: 12.3M parameters in bf16`.
+    It is such as `tiny: 12.3M parameters in bf16`.
     """
     millions = plan.settings.shape.parameter_count(plan.vocab_size) / 1e6
     return (
@@ -26,11 +26,12 @@ def format_model(plan: Plan) -> str:
 
 
 def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], resumed: int) -> str:
-    """Return the lines of text at the start of a run.
+    """Return the lines of text at the start of a run, without a newline at the end.
 
     They name model, devices, kernels, starting point, phases, --save and corpora.
 
     Args:
+        backend: Hardware of this process.
         kernels: `Engine.kernel_metadata`.
         resumed: Step after which the run is resumed; 0 for none.
     """
@@ -78,10 +79,10 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
 
 
 def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
-    """Return a line for each global batch size with very unequal shares of the ranks.
+    """Return a line for each global batch size that leaves some ranks much more work.
 
-    The data-parallel rank with most packs has over 5 % more than the mean. Only the sizes after a
-    ramp-up are considered. The number of ranks is that of this launch.
+    These are sizes at which the data-parallel rank with most packs has over 5 % more than the mean.
+    Only the sizes after a ramp-up are considered. The number of ranks is that of this launch.
     """
     ranks = settings.data_parallel_size(get_world_size())
     lines = []
@@ -102,13 +103,14 @@ def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
 def format_run_footer(
     step: int, total: int, loss: float | None, save: str, stop_reason: str | None
 ) -> str:
-    """Return the last line of a run: step, loss and directory.
+    """Return the last console line of a run: step, loss and directory.
 
     Args:
         step: Last trained step.
+        total: Last step of the run as planned.
         loss: Loss of the last step; None if it had no target.
         save: Run directory; empty without one.
-        stop_reason: Reason for the end, reported if it is before step `total`.
+        stop_reason: Reason for an end before `total`, such as SIGTERM; None without one.
     """
     saved = f", saved in {save}" if save else ""
     stopped = ""

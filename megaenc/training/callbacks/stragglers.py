@@ -54,9 +54,10 @@ Data and compute are those of a step, on average.
 
 
 class StragglerDetector(Callback):
-    """Callback of --log-straggler: detector of slow ranks.
+    """Callback of --log-straggler: detector of ranks that slow down the others.
 
-    It compares them every --straggler-interval steps.
+    It compares the work of all ranks every --straggler-interval steps, writes the slowest to
+    stragglers.jsonl, and prints those that are slow repeatedly.
     """
 
     def __init__(self, trainer: "Trainer"):
@@ -146,13 +147,13 @@ class StragglerDetector(Callback):
 
 
 def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compare the seconds of `ranks` with the median of comparable ones.
+    """Compare the seconds of each rank with the median of comparable ranks.
 
-    Data and probe are the same work for all ranks; compute is compared among the ranks of a
-    pipeline stage. The median of two is the faster one.
+    Data and probe are the same work for all ranks; compute is compared within a pipeline stage. The
+    median of two is the faster one.
 
     Args:
-        ranks: RANK_FIELDS[R].
+        ranks: Array of the structured data type RANK_FIELDS, [R].
 
     Returns:
         Each rank's larger ratio to the median, of data and compute together or of the probe,
@@ -183,7 +184,8 @@ def _lower_median(values: np.ndarray) -> float:
 class ForwardTimer:
     """Timer of this accelerator's seconds in forward passes during training.
 
-    Hooks on model chunks, which stay there, record events.
+    Hooks on model chunks, which stay there, record CUDA events. Forward passes without gradients,
+    as in a validation, are not timed.
     """
 
     def __init__(self, chunks: list[torch.nn.Module]):
@@ -201,7 +203,7 @@ class ForwardTimer:
     def pop_seconds(self) -> float:
         """Return the accelerator's seconds in forward passes since the last call.
 
-        The device must be synchronized.
+        Synchronize the device before, so that the passes have ended.
         """
         events = self._events
         self._events = []
@@ -217,8 +219,9 @@ class ForwardTimer:
 def time_matmul(device: torch.device, repeats: int = 5) -> float:
     """Return the seconds of a fixed number of matrix products on `device`.
 
-    They are the minimum of `repeats` measurements. CPUs and accelerators compute different numbers
-    of products. The device is synchronized.
+    They are the minimum of `repeats` measurements, each of all products. CPUs and accelerators
+    compute different numbers and sizes, so that only equal devices compare. An accelerator is
+    synchronized.
     """
     host = device.type == "cpu"
     size, products = (384, 1) if host else (2048, 50)
