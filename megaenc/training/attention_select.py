@@ -26,9 +26,10 @@ from megaenc.training.plan import Plan
 
 
 def select_plan_attention(plan: Plan, backend: Backend) -> str:
-    """Return the attention backend for a run, which passes self-tests on all ranks.
+    """Return the attention backend of a run, which passes self-tests on all ranks.
 
-    All ranks call this together; see `select_attention`.
+    All ranks call this together; it has the effects of `select_attention`, with the masks, sizes
+    and data type of `plan`.
 
     Raises:
         InputError: The backend of --attention-backend fails, or all do with "auto".
@@ -56,14 +57,14 @@ def select_attention(
     backend: Backend,
     **batch_shape: int,
 ) -> str:
-    """Return an attention backend that passes self-tests on all ranks.
+    """Return the name of an attention backend that passes self-tests on all ranks.
 
     All ranks call this together. Versions of flash-attn that fail are not used in this process
-    again. Rank 0 prints them and, with "auto", the available backends that fail before the
-    returned one.
+    again; rank 0 prints them and other available backends that fail.
 
     Args:
         requested: Name of the backend to test; "auto" for the first of BACKENDS that passes.
+        shape, layout: Model and tensor parallelism, which give the heads of a rank.
         masks: Kinds of attention that are needed.
         **batch_shape: `seq_length`, the tokens of a pack, and `packs` of a micro-batch, without
             which long documents are not tested.

@@ -48,10 +48,10 @@ REPLACES = {
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """Batch size of each step in packs.
+    """Global batch size of each step in packs: a ramp-up, then `full`.
 
-    `starts` has the first sample of each step of the ramp-up and of the first step with `full`
-    packs.
+    `starts` has the first sample, from 0, of each step of the ramp-up and of the first step with
+    `full` packs.
     """
 
     full: int
@@ -82,10 +82,12 @@ class BatchSizeSchedule:
 
 @functools.cache
 def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSchedule:
-    """Return a BatchSizeSchedule up to `full` packs a step.
+    """Return the global batch size of each step, up to `full` packs.
 
     Args:
-        rampup: First size, increment, and samples over which it grows; None for a constant size.
+        full: Packs a step after the ramp-up.
+        rampup: First size, increment, and samples over which it grows (--rampup-batch-size,
+            checked); None for a constant size.
     """
     if not rampup:
         return BatchSizeSchedule(full)
@@ -105,7 +107,11 @@ def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSch
 
 @dataclass(frozen=True)
 class PhaseConfig:
-    """Steps of a phase, with settings that describe them like a run of their own."""
+    """Steps of a phase, with settings that describe them like a run of their own.
+
+    `first_step` and `last_step` are inclusive, and count from 1 over all phases. `settings` are the
+    phase's flags over those of the run, with its objective as the schedule; its steps count from 1.
+    """
 
     first_step: int
     last_step: int
@@ -115,7 +121,9 @@ class PhaseConfig:
 
 
 def resolve_phases(config: "PretrainConfig") -> tuple[PhaseConfig, ...]:
-    """Return the phases of `config`, only one if it has no `phases`.
+    """Return the phases of a run in order, only one if `config` has no `phases`.
+
+    `PretrainConfig.phase_configs` keeps the result.
 
     Raises:
         InputError: A phase is wrong; the error names phase and field.
@@ -137,7 +145,8 @@ def resolve_phases(config: "PretrainConfig") -> tuple[PhaseConfig, ...]:
 def build_learning_rate(config: "PretrainConfig") -> LearningRate:
     """Return the learning-rate schedule of a run.
 
-    It has one part for each phase if any of them names a learning-rate flag.
+    It is a PhasedSchedule, with a schedule for each phase, if any phase names a learning-rate flag;
+    else one LearningRateSchedule over all steps.
 
     Raises:
         InputError: Flags do not fit together; the error names the phase.
@@ -160,10 +169,14 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
 
 
 def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "PretrainConfig":
-    """Return `settings` without what `values`, applied over them, replace.
+    """Return a copy of `settings` without the fields that `values` replace.
 
-    These are the fields that REPLACES names, and those of WSD's decay for another lr_decay_style;
-    they get their defaults. A value of None replaces nothing. `values` themselves are not applied.
+    For use before `values` are applied over `settings`. Fields that REPLACES names, such as
+    train_iters for train_tokens, and those of WSD's decay for another lr_decay_style, get their
+    defaults.
+
+    Args:
+        values: New values by field name, which are not applied here. None replaces nothing.
     """
     replaced = set()
     for given, value in values.items():
@@ -199,12 +212,16 @@ def _check_top_level(config: "PretrainConfig") -> None:
 
 
 def parse_phase(text: str, source: str) -> dict[str, Any]:
-    """Return the fields of a phase, a YAML mapping as text.
+    """Return the fields of a phase by name, from a YAML mapping as text.
 
-    Their names and values are not checked.
+    Names and values are not checked.
+
+    Args:
+        text: Such as "{objective: mlm, train_iters: 100, seq_length: 512}".
+        source: Beginning of errors.
 
     Raises:
-        InputError: `text` is no mapping; the error names `source`.
+        InputError: `text` is no mapping.
     """
     return flags.parse_mapping(text, source, "{objective: mlm, train_iters: 100, seq_length: 512}")
 
@@ -215,7 +232,7 @@ def phase_field_names(settings: Any) -> list[str]:
     They have `phase` in their metadata. A nested dataclass is listed by its fields, not its name.
 
     Args:
-        settings: Instance of a dataclass.
+        settings: Instance of a dataclass of flags, such as PretrainConfig.
     """
     names = []
     for field in dataclasses.fields(settings):

@@ -36,7 +36,13 @@ from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 
 @dataclass(frozen=True)
 class Plan:
-    """Resolved run: settings, data, schedules, starting point and skipped packs."""
+    """Resolved run: settings, data, schedules, starting point and skipped packs.
+
+    `build_plan` makes it, equal on all ranks. `data` is that of the last phase, `earlier_data`
+    those of the phases before, if phases have different data; `rewinds` has the packs that each
+    rewind has added to `skipped`, as text. Steps count from 1, samples (packs in the data order)
+    from 0.
+    """
 
     settings: PretrainConfig
     vocabulary: Vocabulary
@@ -56,7 +62,7 @@ class Plan:
 
     @property
     def packs(self) -> PackedDataset:
-        """Return the data set of the first phase's training packs, by sample number."""
+        """Return the data set of the first phase's training packs, by sample index."""
         return self.data_at(1).train
 
     @cached_property
@@ -82,9 +88,9 @@ class Plan:
         )
 
     def data_at(self, step: int) -> RunData:
-        """Return the data of the phase of `step` (1, 2, ...).
+        """Return the data of the phase that trains `step` (1, 2, ...).
 
-        Its training packs are by sample number.
+        Its `train[s]` is the pack of sample s of the run, for the samples of the phase.
         """
         return self._data_by_phase[self.settings.phase_configs.index(self.settings.phase_at(step))]
 
@@ -94,10 +100,10 @@ class Plan:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of rows of the embedding.
+        """Return the number of rows of the embedding, without padding.
 
-        It is --vocab-size, or without it the number of ids of the tokenizer. The padding that
-        tensor parallelism adds is not counted.
+        It is --vocab-size, or without it the number of ids of the tokenizer. Tensor parallelism may
+        pad the rows further.
         """
         return self.settings.shape.vocab_size or self.vocabulary.size
 
@@ -105,16 +111,16 @@ class Plan:
     def has_validation(self) -> bool:
         """Return whether a phase is validated.
 
-        False if validation is turned off, or if the split leaves no text for it.
+        False if --eval-interval is 0, or if there is no held-out text and no --valid-data-path.
         """
         has_text = any(data.held_out for data in (*self.earlier_data, self.data))
         return bool(self.settings.eval_every and (self.validation_sets or has_text))
 
     def validation_packs(self, step: int) -> dict[str, BlendedDataset]:
-        """Return the packs to validate on in the phase of `step`, by name.
+        """Return the packs to validate on in the phase of `step`, by name of the set.
 
-        Without --valid-data-path it is the held-out text of the phase's own data, with an empty
-        name. Without text, or with validation turned off, there are none.
+        Sets are those of --valid-data-path, else the held-out text of the phase's own data, with an
+        empty name. Without text, or with validation turned off, the dictionary is empty.
         """
         if not self.settings.eval_every:
             return {}
@@ -129,7 +135,7 @@ class Plan:
 
     @cached_property
     def validation_objectives(self) -> dict[str, Objective]:
-        """Return the objectives to validate under, by text.
+        """Return the objectives to validate under, by text such as mlm(mask=0.3).
 
         They include the pseudo-perplexities that the flags request.
         """
@@ -143,28 +149,29 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the data type that layers compute in, bfloat16 with --bf16."""
+        """Return the data type that layers compute in: bfloat16 with --bf16, else float32."""
         return torch.bfloat16 if self.settings.bf16 else torch.float32
 
     def first_sample(self, step: int) -> int:
-        """Return the number of the first sample that `step` (1, 2, ...) reads.
+        """Return the index of the first sample that `step` (1, 2, ...) reads.
 
-        It is a number in the data order; skipped samples are not read.
+        It is an index in the data order, past skipped samples.
         """
         return self.sample_at(self.samples_read(step - 1))
 
     def samples_read(self, step: int) -> int:
-        """Return the number of samples (packs) that steps 1 to `step` read.
+        """Return the number of samples (packs) that steps 1 to `step` read, on all ranks.
 
-        Packs left out by --skip-packs, --skip-samples and rewinds do not count. A branch counts
-        the steps of its parent.
+        Packs left out by --skip-packs, --skip-samples and rewinds do not count. A branch counts the
+        steps of its parent.
         """
         return self.settings.samples_after(step)
 
     def sample_at(self, position: int) -> int:
-        """Return the number of the sample that the run reads at `position` (0, 1, ...).
+        """Return the index in the data order of the sample that is read at `position`.
 
-        It is a number in the data order; skipped samples have no position.
+        Positions 0, 1, ... count the samples that the run reads, over all ranks; skipped samples
+        have none.
         """
         return self.skipped.sample_at(self.start.skip_samples, position)
 
@@ -173,17 +180,17 @@ class Plan:
         return self.samples_read(step) - self.samples_read(step - 1)
 
     def step_tokens(self, step: int) -> int:
-        """Return the number of tokens that `step` reads.
+        """Return the number of tokens that `step` (1, 2, ...) reads on all ranks.
 
         It is the global batch size in packs times --seq-length.
         """
         return self.settings.tokens_after(step) - self.settings.tokens_after(step - 1)
 
     def with_skipped(self, skipped: SkippedPacks, rewinds: tuple[str, ...]) -> "Plan":
-        """Return a copy that skips exactly `skipped`, also in --skip-packs.
+        """Return a copy that skips exactly `skipped`, also in its --skip-packs.
 
         Args:
-            rewinds: Packs added by each rewind.
+            rewinds: Packs that each rewind has added, as text, such as ("1200-1215",).
         """
         data = dataclasses.replace(self.settings.data, skip_packs=skipped.texts)
         settings = dataclasses.replace(self.settings, data=data)
@@ -191,7 +198,7 @@ class Plan:
 
     @property
     def log_interval(self) -> int:
-        """Return the steps between rows of metrics.
+        """Return the number of steps between rows of metrics.jsonl.
 
         Without --log-interval it is 10 if the run has over 1,000 steps and no phase below 10 steps,
         else 1.
@@ -202,7 +209,7 @@ class Plan:
 
     @property
     def corpus_usage(self) -> list[CorpusUsage]:
-        """Return the use of each corpus in the whole run.
+        """Return packs and epochs of each corpus in the whole run, as planned.
 
         Steps of a branch's parent count. A corpus that phases reach by several paths has the last
         one.
@@ -224,7 +231,10 @@ class Plan:
         return list(rows.values())
 
     def check_supply(self) -> None:
-        """Raise InputError if --blend-max-epochs ends all corpora of a phase early."""
+        """Raise InputError if --blend-max-epochs ends all corpora before a phase does.
+
+        The error names the last step with enough packs.
+        """
         for _, end, data in self._data_ranges():
             if data.train.samples is None or end <= data.train.first_sample + data.train.samples:
                 continue
@@ -259,9 +269,9 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """Return the settings and data on which the weights after each step depend.
 
-        They are JSON-ready, by name, and equal for one run. Layout, kernels, intervals, micro-batch
-        and paths may differ in the same run, and weights by rounding. Skipped packs are compared
-        separately, by what has been read (`saw_same_data`).
+        They are JSON-ready, by name, and equal for one run: a resume compares them. Layout,
+        kernels, intervals, micro-batch and paths, which change weights by rounding at most, are not
+        among them. Skipped packs are compared separately, by what has been read (`saw_same_data`).
         """
         settings = self.settings.phase_configs[-1].settings
         values = {
@@ -310,7 +320,7 @@ class Plan:
 
     @property
     def run_metadata(self) -> dict[str, Any]:
-        """Return the content of run.json."""
+        """Return the content of run.json but the kernels, JSON-ready."""
         return {
             "format": RUN_FORMAT,
             "megaenc": __version__,
@@ -328,7 +338,7 @@ class Plan:
 def phase_identity(settings: PretrainConfig) -> tuple[str, ...]:
     """Return the names of the entries of a run's identity that may change by phase.
 
-    The identity's `phases` has them if they do.
+    The entry `phases` of `Plan.identity` has them if they do. They are the same for any `settings`.
     """
     entries = _identity_fields(settings)
     return ("data", *(name for name in phase_field_names(settings) if name in entries))
@@ -356,14 +366,15 @@ def validation_objectives(
     pseudo_perplexity_passes: int = 0,
     texts: Sequence[str] = (),
 ) -> dict[str, Objective]:
-    """Return the objectives to validate under, by text.
+    """Return the objectives to validate under, by text such as mlm(mask=0.3).
 
     They are those of `texts`; if it is empty, clm, mlm if there is a mask token, and all of the
-    schedule: clm and mlm in every run, so that any two can be compared. The pseudo-perplexities, if
-    any, are last.
+    schedule, so that any two runs can be compared. The pseudo-perplexities, if any, are last.
 
     Args:
+        schedule: Objectives of the run.
         pseudo_perplexity_passes: Passes of each pseudo-perplexity; 0 for none.
+        texts: Values of --valid-objective, such as "mlm(mask=0.15)".
 
     Raises:
         InputError: An objective in `texts` is wrong, or a pseudo-perplexity has no mask token.

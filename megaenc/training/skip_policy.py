@@ -17,15 +17,16 @@ from megaenc.training.skip_ranges import SkippedPacks
 
 
 def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
-    """Return the packs that a run skips.
+    """Return the packs that a run skips, and the texts of its rewinds.
 
-    They are those of --skip-packs and rewinds, else those recorded in --save or in the parent.
+    They are those of --skip-packs and of rewinds recorded in --save; without the flag those
+    recorded in --save, else in the parent run. Files are read; each rank calls it for itself.
 
     Returns:
         The packs, and the ranges of each rewind recorded in --save, as text.
 
     Raises:
-        InputError: `--skip-packs` differs from the recorded ones in what has been read already.
+        InputError: --skip-packs differs from the recorded ones in what has been read already.
     """
     texts = plan.settings.data.skip_packs
     start = plan.start
@@ -56,7 +57,7 @@ def saw_same_data(plan: Plan, state: dict[str, Any]) -> bool:
     """Return whether a checkpoint skipped the same packs as `plan`, up to its step.
 
     Args:
-        state: Content of its state.json.
+        state: Content of the checkpoint's state.json.
     """
     checkpoint_skips = SkippedPacks.parse(state.get("skip_packs", ()))
     return checkpoint_skips.reads_same(
@@ -107,13 +108,14 @@ def _newest_compatible_step(plan: Plan, recorded: SkippedPacks) -> int:
 
 
 def plan_after_rewind(plan: Plan, step: int, checkpoint_steps: Sequence[int]) -> Plan:
-    """Return `plan` skipping also the packs that led to a spike at `step`.
+    """Return a copy of `plan` that also skips the packs that led to a spike at `step`.
 
-    They are those of the last --rewind-skip-iters steps up to `step`, but only after the earliest
-    checkpoint, or after the run's start without any.
+    They are those of the last --rewind-skip-iters steps, `step` included, but only after the
+    earliest checkpoint, or after the run's start if there is none.
 
     Args:
-        checkpoint_steps: Steps of the checkpoints to which the run can return.
+        step: Step of the spike.
+        checkpoint_steps: Steps of the checkpoints to which the run can return, in any order.
 
     Raises:
         InputError: --blend-max-epochs leaves too few packs for the steps then.

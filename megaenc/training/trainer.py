@@ -43,7 +43,11 @@ from megaenc.training.validation import Validator
 
 @dataclass(frozen=True)
 class RunContext:
-    """Devices, watchdog, signals and directories of a run, which outlast a rewind."""
+    """Devices, watchdog, signals and directories of a run, which outlast a rewind.
+
+    `checkpoints` are those of --save, on all ranks, and None without it; `run_dir` is --save on
+    rank 0, and None on other ranks.
+    """
 
     backend: Backend
     watchdog: Watchdog
@@ -56,9 +60,10 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of the training loop.
+    """End of the training loop: completion, exit, stop or rewind.
 
-    It is completion, --exit-interval, a callback, a stop or a rewind.
+    `is_stopped` is True if a signal or the time limit ended it before the last step; `rewound_plan`
+    is the plan to continue by, from an earlier checkpoint, after a loss spike, else None.
     """
 
     is_stopped: bool = False
@@ -69,13 +74,18 @@ class Outcome:
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
-    """Train or resume a run, and save it if --save is given.
+    """Train a run, or resume its newest checkpoint in --save, and save it.
 
-    All ranks call this together. The newest checkpoint in --save is resumed. The run ends with the
-    last step, by --exit-interval or a callback, or if a signal or time limit stops it.
+    All ranks call this together, after `init_distributed`. Without --save nothing is written. The
+    run ends with the last step, by --exit-interval or a callback, or if a signal or time limit
+    stops it.
 
     Returns:
-        False if a signal or time limit stopped it before the last step.
+        False if a signal or time limit stopped it before the last step, else True.
+
+    Raises:
+        InputError: Data, directory or checkpoints do not fit, on all ranks, or LocalInputError on
+            one.
     """
     output = plan.settings.output
     save = Path(output.save) if output.save else None
@@ -114,7 +124,8 @@ def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
     """Train from the newest checkpoint to the last step, a stop or a rewind.
 
     All ranks call this together. Without a checkpoint the run begins at the starting point of
-    `plan`. A complete run is only reported.
+    `plan`. If the newest checkpoint is that of the last step, nothing is trained, and a line is
+    printed.
     """
     settings = plan.settings
     output = settings.output
@@ -178,14 +189,22 @@ def _is_due(step: int, interval: int | None) -> bool:
 class Trainer:
     """Model, counters, callbacks and checkpoints of a run between two steps.
 
-    All ranks call its methods together. Callbacks may read its attributes.
+    All ranks call its methods together, except `request_stop`. Callbacks may read its attributes:
+    `plan`, `backend`, `engine`, `watchdog`, `start_step` (the step before the first one to train),
+    `progress` (PROGRESS_FIELDS by name), `pause_timers`, `logger` and `callbacks`.
     """
 
     def __init__(self, plan: Plan, run: RunContext, saved_state: dict[str, Any] | None):
-        """Build the engine; load a checkpoint or the initial weights.
+        """Build the engine; load the checkpoint after `saved_state`, or initial weights.
+
+        All ranks call this together.
 
         Args:
+            run: Directories and devices of the run.
             saved_state: state.json of the checkpoint to resume; None for a new run.
+
+        Raises:
+            InputError: A checkpoint is damaged or of another run, or a callback fails.
         """
         self.plan = plan
         self.backend = run.backend
@@ -230,10 +249,10 @@ class Trainer:
             self.callbacks.append(kind(self, **options))
 
     def request_stop(self, reason: str) -> None:
-        """End the run after the present step, saved with --save; for any rank.
+        """End the run after the present step, with a checkpoint; for any single rank.
 
-        Unlike a signal, it ends the run with exit code 0. A request before the first step counts
-        after it.
+        The checkpoint needs --save. Unlike a signal, it ends the run with exit code 0. A request
+        before the first step counts after it.
 
         Args:
             reason: Text that the last line of the run gives as the reason.
@@ -241,9 +260,9 @@ class Trainer:
         self._stop_reason = reason
 
     def stop_reason(self) -> str:
-        """Return why a callback on any rank ends the run; empty if none does.
+        """Return the reason of a callback on any rank to end the run; empty without one.
 
-        All ranks call this together.
+        All ranks call this together. On other ranks than the callback's, the text only says so.
         """
         if not self.plan.settings.monitoring.callbacks:
             return ""
@@ -251,7 +270,10 @@ class Trainer:
         return self._stop_reason or "a callback on another rank" * is_requested
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of all callbacks, on all ranks together.
+        """Call a hook of all callbacks, in their order, on all ranks together.
+
+        Args:
+            hook: Name of the method of Callback, such as before_step.
 
         Raises:
             LocalInputError: A callback raised an InputError, maybe on this rank only.
@@ -263,12 +285,12 @@ class Trainer:
                 raise LocalInputError(str(error)) from None
 
     def train_step(self, step: int) -> StepReport:
-        """Train `step` and report it to the callbacks.
+        """Train `step` (1, 2, ...), update `progress` and report to the callbacks.
 
-        All ranks call this together. Steps count from 1.
+        All ranks call this together. A skipped step or a loss spike is printed.
 
         Raises:
-            InputError: Too many steps were skipped.
+            InputError: More steps were skipped than --max-skipped-updates allows.
         """
         plan = self.plan
         progress = self.progress
@@ -298,10 +320,12 @@ class Trainer:
     def plan_rewind(self, step: int) -> Plan | None:
         """Plan a rewind that skips the packs leading to the spike at `step`.
 
-        All ranks call this together. The plan is written to the run directory.
+        All ranks call this together. The plan is written to the run directory, but nothing is
+        loaded.
 
         Returns:
-            The plan; None if --max-rewinds is used up, or if the run would then have too few packs.
+            The plan by which `train_until_exit` continues; None if --max-rewinds is used up, or if
+            the run would then have too few packs.
         """
         if len(self.plan.rewinds) >= self.plan.settings.health.max_rewinds:
             return None
@@ -324,10 +348,10 @@ class Trainer:
         return plan
 
     def validate(self, step: int) -> None:
-        """Evaluate the model after `step` on the packs of its phase and log the scores.
+        """Evaluate the model after `step`, and give the scores to the callbacks.
 
-        All ranks call this together, when a validation is due. Does nothing if validation is turned
-        off or the phase has no text for it.
+        All ranks call this together. The packs are those of the phase of `step`. Nothing is done if
+        validation is turned off or the phase has no text for it.
         """
         if not self.plan.has_validation:
             return
@@ -345,7 +369,13 @@ class Trainer:
     def save(self, step: int, block: bool) -> None:
         """Save a checkpoint after `step`; do nothing without --save.
 
-        All ranks call this together. A running save is finished first; the new one only if `block`.
+        All ranks call this together. A running save is finished first.
+
+        Args:
+            block: True to finish this save; False to let it run in the background.
+
+        Raises:
+            InputError: This or the running save fails.
         """
         checkpoints = self._run.checkpoints
         if not checkpoints:
