@@ -13,11 +13,12 @@ from megaenc.errors import InputError, LocalInputError, handle_command_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> None:
     """Train by the flags `argv`, or print the plan with --dry-run.
 
-    The exit code is 75 if a signal or time limit ends the run, which also keeps torchrun from
-    restarting it. Errors are reported as by `handle_command_errors`.
+    It is the command `megaenc pretrain`, in one process or as a worker of torchrun. It returns
+    after a complete run, and exits with code 75 if a signal or time limit ends the run, which also
+    keeps torchrun from restarting it. InputErrors are printed and exit with code 2.
 
     Args:
-        argv: Flags; sys.argv's unless given.
+        argv: Words of the command line after the command; None for sys.argv's.
         prog: Name of the command for --help and errors.
     """
     die_with_launcher()

@@ -47,10 +47,12 @@ Digests = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """Rectangle of a tensor, and its place in a file.
+    """Rectangle of a tensor, and its place in a file of a checkpoint.
 
-    Shapes and offset have an axis for each one of the tensor; `shape` is 1 in all but the last two.
-    The data type is called float32 or bfloat16.
+    `key` names the tensor; `dtype` is float32 or bfloat16. `global_shape`, `global_offset` and
+    `shape` (of the rectangle) have an axis for each one of the tensor; `shape` is 1 in all but the
+    last two. In `file`, elements begin at byte `data_start`, inside a torch.save archive of
+    `archive_bytes` at `archive_start`.
     """
 
     key: str
@@ -68,7 +70,7 @@ class StoredChunk:
 
     @property
     def corner(self) -> tuple[int, ...]:
-        """Return the offset in the tensor after the last row, column, ..."""
+        """Return the exclusive end of the rectangle on each axis of the tensor."""
         return tuple(
             start + size for start, size in zip(self.global_offset, self.shape, strict=True)
         )
@@ -77,14 +79,14 @@ class StoredChunk:
     def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the indices of the first and the last row in the tensor, inclusive.
 
-        They have all axes but the last. An element of a vector is a row.
+        A row has an index on all axes but the last. An element of a vector is a row.
         """
         axes = max(1, len(self.shape) - 1)
         return self.global_offset[:axes], tuple(end - 1 for end in self.corner[:axes])
 
     @property
     def columns(self) -> range:
-        """Return the columns of the tensor, its last dimension, that each row has.
+        """Return the indices on the tensor's last axis that each row of the chunk has.
 
         It is range(1) for a vector, whose elements are rows.
         """
@@ -95,13 +97,14 @@ _CHUNK_FIELDS = {field.name for field in fields(StoredChunk)}
 
 
 def write_chunks(directory: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
-    """Write and sync the chunks of `rank`, and an index of them.
+    """Write and sync the chunks of rank `rank`, and an index of them.
 
     Each rank calls it, also without chunks, for which only the index is written. `publish_chunks`
-    reads the index.
+    reads the index. Nothing is communicated.
 
     Args:
         directory: Directory of the checkpoint, which exists.
+        chunks: Rectangles of tensors, with their elements as `data`.
 
     Raises:
         OSError: A file cannot be written.
@@ -167,7 +170,7 @@ def _describe_chunk(
 
 
 def publish_chunks(directory: Path, ranks: int, optimizer_step: int) -> Digests:
-    """Check the chunks of all `ranks` and write their index.
+    """Check the chunks of all ranks and write index.json, which loads read.
 
     One rank calls it, once all have written. It also writes the other PUBLISHED_FILES, for torch's
     and megatron-core's readers, and deletes the indexes of the ranks.
@@ -175,10 +178,10 @@ def publish_chunks(directory: Path, ranks: int, optimizer_step: int) -> Digests:
     Args:
         directory: Directory of the checkpoint.
         ranks: Number of ranks that have written.
-        optimizer_step: Number of updates made.
+        optimizer_step: Number of optimizer updates made.
 
     Returns:
-        The digests of the files with chunks.
+        Size and SHA-256 of the files with chunks, by name.
 
     Raises:
         OSError: A file cannot be read or written.
@@ -234,7 +237,7 @@ def _write_metadata(directory: Path, chunks: Sequence[StoredChunk]) -> None:
 
 
 def check_coverage(chunks: Sequence[StoredChunk]) -> None:
-    """Raise RuntimeError unless the chunks of a tensor hold each of its elements once.
+    """Raise RuntimeError unless chunks hold each element of their tensor once.
 
     Args:
         chunks: Chunks of one tensor, 1 or more, in any order.
@@ -266,13 +269,14 @@ def check_coverage(chunks: Sequence[StoredChunk]) -> None:
 
 
 def read_index(directory: Path, digests: Digests) -> bytes:
-    """Return the content of a checkpoint's index.json, checked.
+    """Return the bytes of a checkpoint's index.json, for `parse_index`, checked.
 
-    Its chunks lie in the files of `digests` and hold each element of each tensor once.
+    Its chunks lie in the files of `digests` and hold each element of each tensor once. The files
+    themselves are not read.
 
     Args:
         directory: Directory of the checkpoint.
-        digests: Digests of the checkpoint's files.
+        digests: Size and SHA-256 of the checkpoint's files by name (`files` of state.json).
 
     Raises:
         CheckpointReadError: The file cannot be read.
@@ -294,9 +298,13 @@ def read_index(directory: Path, digests: Digests) -> bytes:
 
 
 def parse_index(content: bytes, digests: Digests) -> tuple[int, list[StoredChunk]]:
-    """Return the number of updates made and the chunks of the index `content`.
+    """Return the number of optimizer updates and the chunks in an index.json.
 
     Overlaps and missing elements are not found; see `check_coverage`.
+
+    Args:
+        content: Bytes of the file.
+        digests: Size and SHA-256 of the checkpoint's files by name.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: `content` is no index of files in
@@ -349,7 +357,7 @@ class ChunkReader:
 
     Args:
         directory: Directory of the checkpoint.
-        chunks: All chunks of its index.
+        chunks: All chunks of its index.json (`parse_index`).
     """
 
     def __init__(self, directory: Path, chunks: Iterable[StoredChunk]):
@@ -357,11 +365,11 @@ class ChunkReader:
         self._tensors = _group_by_key(chunks)
 
     def has(self, prefix: str) -> bool:
-        """Return whether the name of a tensor begins with `prefix`."""
+        """Return whether the name of any tensor begins with `prefix`."""
         return any(key.startswith(prefix) for key in self._tensors)
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a whole tensor.
+        """Return the shape of the whole tensor `key`.
 
         Raises:
             InputError: The checkpoint has no tensor of that name.
@@ -374,9 +382,10 @@ class ChunkReader:
         return self._tensors[key][0].global_shape
 
     def read(self, chunks: Iterable[ShardedTensor]) -> None:
-        """Fill the `data` of `chunks`, converted to its data type, with threads.
+        """Fill the `data` of `chunks` in place, converted to its data type, with threads.
 
-        Rows that the checkpoint's vocabulary lacks become zero. Digests are not compared.
+        Each chunk names a tensor and its rectangle. Rows that the checkpoint's vocabulary lacks
+        become zero. Digests are not compared. Nothing is communicated.
 
         Raises:
             CheckpointReadError: A file cannot be read.

@@ -38,18 +38,22 @@ _SEND_BYTES = 32 << 20
 
 
 class CheckpointLoader(CheckpointDir):
-    """Checkpoint directory of a run, whose checkpoints it verifies and loads."""
+    """Checkpoint directory of a run, whose checkpoints all ranks verify and load.
+
+    Constructed with the path of the directory `checkpoints`. A process group must exist.
+    """
 
     _verified: tuple[int, int, ChunkReader] | None = None
     """The step verified last, its optimizer's updates, and a reader of its tensors."""
 
     def verify(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Verify a checkpoint on all ranks together, and return its state.json.
+        """Verify the checkpoint of `step` on all ranks together; return its state.json.
 
-        Each rank reads some of the files to compare their SHA-256.
+        Each rank reads some of the files to compare their SHA-256; the result is the same on all.
 
         Args:
-            identity: Identity of the run that it must belong to; None for any run.
+            identity: Identity of the run that it must belong to (`Plan.identity`); None for any
+                run.
 
         Raises:
             DamagedCheckpointError: A file is missing or has changed.
@@ -83,8 +87,8 @@ class CheckpointLoader(CheckpointDir):
     def open_verified(self, step: int) -> tuple[int, ChunkReader]:
         """Return the optimizer's number of updates and a reader of a checkpoint's tensors.
 
-        All ranks call this together. The checkpoint is verified, with the errors of `verify`,
-        unless it is the one verified last.
+        All ranks call this together. The checkpoint of `step` is verified, with the errors of
+        `verify`, unless it is the one verified last.
         """
         if self._verified is None or self._verified[0] != step:
             self.verify(step)
@@ -95,10 +99,10 @@ class CheckpointLoader(CheckpointDir):
         """Verify the newest intact checkpoint that `plan` can resume.
 
         All ranks call this together. Checkpoints after the tracker's step, and those that skipped
-        other packs than `plan`, are passed over. Damaged ones are reported on the console.
+        other packs than `plan`, are passed over. Damaged ones are printed.
 
         Returns:
-            Its state.json; None if no checkpoint is left.
+            Its state.json; None if there is no checkpoint to resume.
 
         Raises:
             CheckpointReadError: A rank cannot read a file.
@@ -121,7 +125,8 @@ class CheckpointLoader(CheckpointDir):
     def is_compatible(self, step: int, plan: Plan, if_damaged: bool = True) -> bool:
         """Return whether the checkpoint of `step` skipped the same packs as `plan`.
 
-        Packs up to `step` are compared. The content of the tensors' files is not read.
+        Packs up to `step` are compared, by state.json on this rank only; files of tensors are not
+        read.
 
         Args:
             if_damaged: Result for a checkpoint that is missing, damaged or cannot be read.
@@ -134,17 +139,18 @@ class CheckpointLoader(CheckpointDir):
     def compatible_steps(self, plan: Plan) -> list[int]:
         """Return the sorted steps of checkpoints that skipped the same packs as `plan`.
 
-        Packs up to each step are compared. Incomplete checkpoints are left out; those after the
-        tracker's step are not.
+        Packs up to each step are compared, on this rank only. Incomplete checkpoints are left out;
+        those after the tracker's step are not.
         """
         return [step for step in self.steps() if self.is_compatible(step, plan, if_damaged=False)]
 
     def load(self, engine: Engine, step: int) -> None:
-        """Load a checkpoint, which it verifies, from any layout into `engine`.
+        """Verify and load weights and optimizer state of a checkpoint into `engine`.
 
-        All ranks call this together. They read each byte of the tensors once, but for a tied
-        embedding that the last pipeline stage has too, and send it to the ranks that hold the same.
-        Errors are those of `verify` and of `ChunkReader.read`, on all ranks.
+        All ranks call this together; the checkpoint may be of any parallel layout. Each byte of the
+        tensors is read once, but for a tied embedding that the last pipeline stage has too, and
+        sent to the ranks that hold the same. Errors are those of `verify` and of
+        `ChunkReader.read`, on all ranks.
         """
         updates, reader = self.open_verified(step)
         _load_tensors(engine, reader, list_engine_state(engine))
@@ -152,9 +158,9 @@ class CheckpointLoader(CheckpointDir):
             group["step"] = updates
 
     def load_weights(self, engine: Engine, step: int) -> None:
-        """Load only the weights of a checkpoint, which it verifies.
+        """Verify and load only the weights of a checkpoint, not the optimizer's state.
 
-        The optimizer's state stays new. All ranks call this together, as `load`.
+        All ranks call this together, with the errors of `load`. The optimizer's state stays new.
         """
         _, reader = self.open_verified(step)
         _load_tensors(
@@ -208,12 +214,13 @@ def load_model_weights(
     module: torch.nn.Module,
     identity: dict[str, Any] | None = None,
 ) -> None:
-    """Verify a checkpoint and load its weights into a whole module.
+    """Verify a checkpoint and load its weights into a module on one rank, in place.
 
     The module is not divided over ranks. Weights are converted to its data type. A process group
-    must exist.
+    must exist; with several ranks all call this together.
 
     Args:
+        module: Megatron module such as an Encoder, with a sharded_state_dict.
         identity: Identity of the run that the checkpoint must belong to; None for any run.
 
     Raises:
@@ -230,11 +237,12 @@ def verify_weights(
     identity: dict[str, Any] | None = None,
     flag: str = "--ckpt-step",
 ) -> dict[str, Any]:
-    """Verify a checkpoint and return its state.json.
+    """Verify the checkpoint of `step` for a command; return its state.json.
 
     All ranks call this together. It differs from `CheckpointLoader.verify` in its error.
 
     Args:
+        identity: Identity of the run that it must belong to; None for any run.
         flag: Flag that chooses a step, for the error.
 
     Raises:
@@ -254,24 +262,28 @@ def verify_weights(
 
 
 class WeightReader:
-    """Reader of one weight at a time.
+    """Reader of whole weights of a checkpoint in float32, one at a time.
 
     It reads the float32 master weights if there are any, else the model's.
     """
 
     def __init__(self, reader: ChunkReader, module: torch.nn.Module):
-        """Read by `reader` with names and shapes of `module`, a model on one rank."""
+        """Read by `reader`, with names and shapes of `module`, the model on one rank.
+
+        The values of `module` are not changed.
+        """
         self._reader = reader
         self._weights = list_module_state(module)
         self._prefix = MASTER_PREFIX if reader.has(MASTER_PREFIX) else ""
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the weight `name` as a float32 tensor on the CPU.
+        """Return the weight `name` as a new float32 tensor on the CPU.
 
-        Rows that pad the vocabulary are as saved, or missing.
+        Rows that pad the vocabulary are as saved, or missing. Errors are those of
+        `ChunkReader.read`.
 
         Args:
-            name: Name of the weight in the module.
+            name: Name of the weight in the module, such as that of named_parameters.
         """
         parts = []
         for shard in self._weights[name].shards:

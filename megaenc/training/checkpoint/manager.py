@@ -61,9 +61,9 @@ def _is_done_on_all_ranks(future: Future) -> bool:
 
 
 class CheckpointManager(CheckpointLoader):
-    """Checkpoint directory of a running run.
+    """Checkpoint directory of a run in progress, on every rank.
 
-    The run saves, also in the background, loads and deletes checkpoints in it.
+    It saves checkpoints, also in the background, verifies and loads them, and deletes old ones.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class CheckpointManager(CheckpointLoader):
         keep_steps: Collection[int] = (),
         before_publish: Callable[[], None] | None = None,
     ):
-        """Manage the checkpoints in `directory`, of which rules decide which are kept.
+        """Manage the checkpoints in `directory`; nothing is written yet.
 
         Args:
             directory: Directory of the checkpoints, which need not exist.
             keep_last: Number of newest checkpoints to keep; as in `checkpoints_to_delete`.
-            keep_every: Number of whose multiples all steps are kept.
+            keep_every: Steps that are multiples of it are kept; None for no such rule.
             keep_steps: Further steps to keep.
             before_publish: Called on rank 0, in a thread of the save, before a checkpoint gets its
                 final name, which an InputError prevents.
@@ -103,10 +103,10 @@ class CheckpointManager(CheckpointLoader):
     def retarget_tracker(self, plan: Plan) -> None:
         """Reset the tracker to the newest checkpoint that skipped the packs of `plan`.
 
-        Packs up to its step are compared. Nothing changes if the tracked checkpoint skipped them
-        too, is damaged, or if there is no tracker. Only earlier checkpoints are tracked instead;
-        without any, the tracker is deleted. Exports read the tracker. No checkpoint is deleted. For
-        rank 0.
+        For rank 0, before a run resumes. Only checkpoints before the tracked one are chosen;
+        without any, the tracker is deleted. Nothing changes if the tracked checkpoint skipped the
+        same packs up to its step, is damaged, or if there is no tracker. Resumes and exports read
+        the tracker. No checkpoint is deleted.
         """
         tracked = self.tracked_step()
         if tracked is None or self.is_compatible(tracked, plan):
@@ -124,7 +124,7 @@ class CheckpointManager(CheckpointLoader):
 
         Args:
             progress: Further entries of state.json, JSON-ready.
-            block: Whether to finish the save. If not, a thread writes from a copy: call
+            block: True to finish the save. False returns while a thread writes from a copy: call
                 `finish_save`, which also raises the errors, until `is_saving` is False.
 
         Raises:
@@ -174,11 +174,11 @@ class CheckpointManager(CheckpointLoader):
         All ranks call this together, on the main thread.
 
         Args:
-            block: Whether to wait. If not, only halves, first the writing and then the publishing,
-                that are done on all ranks are finished.
+            block: True to wait for it. False finishes only the halves, first the writing and then
+                the publishing, that are done on all ranks.
 
         Raises:
-            InputError: The checkpoint is not saved.
+            InputError: The checkpoint is not saved, on all ranks.
         """
         if self._writing is not None and (block or _is_done_on_all_ranks(self._writing)):
             futures.wait([self._writing])
@@ -217,12 +217,13 @@ class CheckpointManager(CheckpointLoader):
             raise error from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
-        """Write the weights of a whole module as the checkpoint of step 0.
+        """Write the weights of a whole module as the checkpoint of step 0, for imports.
 
         The module is not divided over ranks. One process calls it. The tracker is set to 0.
 
         Args:
-            identity: Identity of the run.
+            module: Megatron module such as an Encoder, with a sharded_state_dict.
+            identity: Identity of the run, JSON-ready.
 
         Raises:
             InputError: The checkpoint cannot be written.
@@ -237,9 +238,9 @@ class CheckpointManager(CheckpointLoader):
 
     @contextlib.contextmanager
     def drain_saves(self) -> Iterator[None]:
-        """Finish a running save at the end of the context.
+        """Finish a running save at the end of the context, which all ranks enter.
 
-        After an error that not all ranks share, only wait for it.
+        After an error that not all ranks share, only wait for this rank's threads.
         """
         try:
             yield
@@ -255,7 +256,7 @@ class CheckpointManager(CheckpointLoader):
         self.finish_save()
 
     def remove_attempt(self) -> None:
-        """Delete the directory of this rank's interrupted save, if there is one.
+        """Delete the directory of an interrupted save of this process, if there is one.
 
         Any rank may call it, once no other rank still writes there. Errors of the deletion are
         ignored.
@@ -327,12 +328,12 @@ class CheckpointManager(CheckpointLoader):
         shutil.rmtree(hidden, ignore_errors=True)
 
     def delete_old(self, newest: int, plan: Plan | None = None) -> None:
-        """Delete checkpoints before `newest` by the rules of `checkpoints_to_delete`.
+        """Delete checkpoints before step `newest` by the rules of `checkpoints_to_delete`.
 
-        Those that are damaged or skipped other packs than `plan` (None: any packs) are deleted too,
-        and do not count as kept. Nothing is deleted without rules or if `newest` is incomplete.
-        Later steps stay, and so do checkpoints that currently cannot be read or deleted. For rank
-        0.
+        For rank 0. Those that are damaged or skipped other packs than `plan` (None: any packs) are
+        deleted too, and do not count as kept. Nothing is deleted without rules or if `newest` is
+        incomplete. Later steps stay, and so do checkpoints that currently cannot be read or
+        deleted.
         """
         if not any(self._keep) or not self.is_complete(newest):
             return
@@ -359,7 +360,7 @@ class CheckpointManager(CheckpointLoader):
     def remove_leftovers(self) -> None:
         """Delete what interrupted saves and deletions have left in the directory.
 
-        These are hidden directories and temporary files. For rank 0.
+        These are hidden directories and temporary files. For rank 0, while no save is running.
         """
         for stale in (*self.directory.glob(".iter_*"), *self.directory.glob(".*.tmp")):
             remove_path(stale)
@@ -373,12 +374,12 @@ def checkpoints_to_delete(
 ) -> list[int]:
     """Return the sorted steps of `older` that no rule keeps; none without rules.
 
-    Without `keep_last` and `keep_every` there is no rule.
+    Without `keep_last` and `keep_every` there is no rule, and nothing is to be deleted.
 
     Args:
-        older: Steps of the checkpoints before a newly saved one.
-        keep_last: Number of newest checkpoints to keep, with the newly saved one; 1 unless given.
-        keep_every: Number of whose multiples all steps are kept.
+        older: Steps of the checkpoints before a newly saved one, in any order.
+        keep_last: Number of newest checkpoints to keep, with the newly saved one; None for 1.
+        keep_every: Steps that are multiples of it are kept; None for no such rule.
         keep_steps: Further steps to keep.
     """
     if keep_last is None and keep_every is None:

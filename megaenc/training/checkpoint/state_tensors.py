@@ -20,7 +20,13 @@ MASTER_PREFIX = "optimizer.state.fp32_param."
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A weight, or a state of the optimizer for it, as far as one rank holds it."""
+    """A weight, or a state of the optimizer for it, as far as one rank holds it.
+
+    `shards` are the places of the rank's tensor-parallel part in the whole weight; `values`, flat,
+    are the elements of the part that the rank holds, from element `start` on; `local_range` has
+    those that it saves and reads, and no other data-parallel rank does. `prefix` is empty for the
+    weight itself.
+    """
 
     weight_index: int
     """Index of the weight among those of all chunks of the rank, from 0."""
@@ -40,7 +46,7 @@ class StateTensor:
 
     @property
     def is_first_copy(self) -> bool:
-        """Return whether no model-parallel rank before this one holds the part."""
+        """Return whether no model-parallel rank before this one holds the same part."""
         return not any(self.shards[0].replica_id[:2])
 
     @property
@@ -52,7 +58,7 @@ class StateTensor:
     def elements(self, selected: range) -> torch.Tensor:
         """Return the elements `selected` of the part, a view of `values`.
 
-        They count from the start of the part, and `values` must hold them.
+        They count from the start of the tensor-parallel part, and `values` must hold them.
         """
         return self.values[selected.start - self.start : selected.stop - self.start]
 
@@ -72,15 +78,15 @@ class StateTensor:
 
 
 def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
-    """Yield the rectangles that a flat range of a matrix or vector fills.
+    """Yield the rectangles that a flat range of a matrix or vector fills, in order.
 
     These are the rest of a row, whole rows and the start of a row. Those larger than
     MAX_CHUNK_BYTES are cut further. Their `data` are views of `values`.
 
     Args:
         shard: Place of the matrix or vector in the whole weight.
-        values: Flat tensor of the range.
-        start: Number of elements of the matrix before the range.
+        values: Flat tensor of the elements in the range.
+        start: Number of elements of the matrix or vector before the range.
     """
     axes = len(shard.local_shape)
     width = shard.local_shape[1] if axes == 2 else 1
@@ -112,11 +118,11 @@ def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterato
 
 
 def list_engine_state(engine: Engine) -> list[StateTensor]:
-    """Return the weights of this rank and the optimizer's state for them.
+    """Return the weights of this rank and the optimizer's state for them, as views.
 
-    Each weight is followed by its states, all as views. States that no step has made yet are
-    created as zeros. With the distributed optimizer, `local_range` has the elements that the rank
-    updates; else all data-parallel ranks hold all, and each has an equal share.
+    Each weight is followed by its states. States that no step has made yet are created as zeros.
+    With the distributed optimizer, `local_range` has the elements that the rank updates; else all
+    data-parallel ranks hold all, and each has an equal share.
     """
     [optimizer] = engine.optimizer.chained_optimizers
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
@@ -160,10 +166,14 @@ def list_engine_state(engine: Engine) -> list[StateTensor]:
 
 
 def equal_shares(engine: Engine, rank: int) -> list[range]:
-    """Return the elements of each weight in data-parallel rank `rank`'s share.
+    """Return the elements of each weight that data-parallel rank `rank` saves.
 
-    All weights of a pipeline stage, one after the other, are divided into shares of equal size.
-    Ranges count from the start of a weight's tensor-parallel part; many are empty.
+    For runs without the distributed optimizer. All weights of a pipeline stage, one after the
+    other, are divided into parts of equal size.
+
+    Returns:
+        A range for each weight of this rank's model chunks, in order, counted from the start of the
+        weight's tensor-parallel part; many are empty.
     """
     ranks = parallel_state.get_data_parallel_world_size()
     sizes = [weight.numel() for chunk in engine.chunks for weight in chunk.parameters()]
@@ -178,7 +188,11 @@ def equal_shares(engine: Engine, rank: int) -> list[range]:
 
 
 def list_module_state(module: torch.nn.Module) -> dict[str, StateTensor]:
-    """Return by name the weights of a module that is not divided over ranks, as views."""
+    """Return the weights of a module on one rank by name, as views.
+
+    Args:
+        module: Megatron module that is not divided over ranks, with a sharded_state_dict.
+    """
     return {
         name: StateTensor(0, "", shards, weight.detach().view(-1), 0, range(weight.numel()))
         for name, weight, shards in _find_places(module)

@@ -39,10 +39,11 @@ _REPORTED_KEY = "megaenc/told"
 def call_on_all(function: Callable[[], Result]) -> Result:
     """Call `function` on all ranks, and return its result on this one.
 
-    All ranks call this together. Errors except InputError are raised on their rank only.
+    All ranks call this together. It turns an InputError of any rank into one of all ranks; other
+    errors are raised on their rank only.
 
     Raises:
-        InputError: The lowest failing rank's error, on all ranks.
+        InputError: The error of the lowest rank that failed, on all ranks.
     """
     result, error = _call_catching_input_error(function)
     errors, _ = gather_lowest(error)
@@ -81,8 +82,8 @@ def _call_catching_input_error(
 def check_same_plan(plan: Plan) -> None:
     """Raise InputError on all ranks if their plans differ, naming field and rank.
 
-    All ranks call this together. They compare identity, rewinds, starting point, corpora of
-    --valid-data-path, and all flags except paths.
+    All ranks call this together. Identity, rewinds, starting point, corpora of --valid-data-path,
+    and all flags except paths are compared with those of rank 0.
     """
     values = {
         name: value
@@ -104,9 +105,9 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
     """End all ranks if one raises an error in the context, which all of them enter.
 
     The rank that fails calls `clean_up` and raises. The others exit silently with code 2, even from
-    a collective, once the rank that failed first has called `clean_up`. An InputError that is no
-    LocalInputError is raised by all ranks and ends them without that. In a run of one rank only a
-    LocalInputError calls `clean_up`.
+    a collective, once that rank has called `clean_up`. An InputError that is no LocalInputError is
+    raised by all ranks and ends them without that. In a run of one rank only a LocalInputError
+    calls `clean_up`.
 
     Args:
         clean_up: Removes what this rank would leave behind.

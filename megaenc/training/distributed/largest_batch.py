@@ -24,8 +24,8 @@ _STATE_BYTES = 8  # of AdamW's moments of a parameter, which the first step allo
 def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
     """Return `plan` with the most packs that fit in place of each `auto`.
 
-    All ranks call this together, before the first step. `engine` gets the plan too; its weights
-    stay as they are.
+    It measures --micro-batch-size on accelerators. All ranks call this together, before the first
+    step. `engine` gets the plan too; its weights stay as they are. Rank 0 prints the sizes.
     """
     state_size = sum(
         weight.numel() for group in engine.optimizer.param_groups for weight in group["params"]
@@ -63,16 +63,16 @@ def find_largest_batch(
     packs: PackedDataset | None = None,
     first: int = 0,
 ) -> int:
-    """Return the largest of the ascending `candidates` that fits on every rank.
+    """Return the largest of `candidates` whose micro-batch fits on every rank.
 
-    It fits under all objectives; the first candidate if none does. All ranks call this together,
-    and try the same. Weights stay as they are, gradients are zero afterwards.
+    It fits under all `objectives`; the first candidate if none does. All ranks call this together,
+    with the same candidates. Weights stay as they are, gradients are zero afterwards.
 
     Args:
-        candidates: Numbers of packs.
-        room: Bytes of this rank's device for tensors, weights included.
-        packs: Data set, by default of the first phase.
-        first: Number of the first sample to read.
+        candidates: Numbers of packs of a micro-batch, ascending.
+        room: Bytes of this rank's device that tensors may have, weights included.
+        packs: Data set; None for that of the first phase.
+        first: Index of the first sample to read.
     """
 
     def too_large(count: int) -> bool:
@@ -91,9 +91,9 @@ def find_largest_batch(
 
 
 def measure_room() -> float:
-    """Return the bytes of this device that tensors can have, existing ones included.
+    """Return the bytes of this accelerator for tensors, existing ones included.
 
-    They are MEMORY_FRACTION of what is free or reserved by torch.
+    They are MEMORY_FRACTION of the memory that is free or reserved by torch.
     """
     free, _ = torch.cuda.mem_get_info()
     return MEMORY_FRACTION * (free + torch.cuda.memory_reserved())
@@ -102,12 +102,13 @@ def measure_room() -> float:
 def measure_peak(
     engine: Engine, objective: Objective, samples: Sequence[int], packs: PackedDataset | None
 ) -> float:
-    """Return the peak bytes of tensors in a micro-batch of the packs `samples`.
+    """Return the peak bytes of tensors in a micro-batch, forward and backward.
 
-    Both passes run. All tensors on this rank's device count, weights included.
+    All tensors on this rank's accelerator count, weights included. torch's peak statistics are
+    reset. Gradients are zero afterwards.
 
     Args:
-        samples: Numbers of the samples.
+        samples: Indices of the samples of the micro-batch.
         packs: Data set; None for that of the first phase.
 
     Raises:
@@ -120,15 +121,18 @@ def measure_peak(
 
 
 def discard_batch(engine: Engine) -> None:
-    """Free the memory of a micro-batch that was tried, and set gradients to zero."""
+    """Free the accelerator memory of a tried micro-batch, and set gradients to zero."""
     engine.zero_grad()
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def largest_indexable(shape: ModelConfig, seq_length: int) -> int:
-    """Return the most packs whose activations 32-bit kernels can index.
+    """Return the most packs of a micro-batch that 32-bit kernels can index.
 
-    These are packs of a micro-batch. It is 0 if those of one pack are too large.
+    The widest activation then has at most MAX_TENSOR_SIZE elements. It is 0 if one pack has more.
+
+    Args:
+        seq_length: Tokens of a pack.
     """
     return MAX_TENSOR_SIZE // (seq_length * max(shape.mlp_input_size, shape.query_size))

@@ -19,11 +19,12 @@ _NAMED_RANKS = 8
 def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     """Rerun each pack of `step` to find those with a non-finite loss or gradient.
 
-    It is the step that the engine has just computed and not applied. All ranks call this together.
-    Weights and optimizer are unchanged; gradients are zero afterwards.
+    All ranks call this together, after the engine has computed the step and not applied it. Weights
+    and optimizer are unchanged; gradients are zero afterwards.
 
     Returns:
-        Two texts, the cause and a remedy, the same on all ranks.
+        Two texts, the cause and a remedy, the same on all ranks. The cause is packs, all packs
+        (diverged weights) or, if no single pack fails, the hardware.
     """
     plan = engine.plan
     objectives = [objective for _, objective in plan.schedule.objectives(step)]
@@ -76,7 +77,7 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
 
 
 def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_count: int) -> None:
-    """Print the cause of the skipped `step`.
+    """Print on rank 0 why `step` was skipped, or end the run after too many.
 
     All ranks call this together, after the step. See `diagnose_nonfinite_step`.
 

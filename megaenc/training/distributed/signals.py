@@ -17,16 +17,18 @@ _REQUESTS = (*_SIGNALS, _TIME_LIMIT)
 class SignalHandler:
     """Context that records requests to stop: signals or a time limit.
 
-    The signals are SIGTERM, SIGINT and SIGUSR1; a second SIGINT kills at once. After a request,
-    other signals are ignored, also after the context. For the main thread.
+    The signals are SIGTERM, SIGINT and SIGUSR1; a second SIGINT kills at once. Nothing is
+    interrupted: after each step all ranks sum their `votes`, and `stop_reason` is the same for all.
+    After a request, other signals are ignored, also after the context. For the main thread of each
+    rank.
     """
 
     def __init__(self, minutes: float | None, handle_signals: bool = True) -> None:
-        """Set up the handler before the context begins.
+        """Set up the time limit; signals are recorded from the context's begin on.
 
         Args:
             minutes: Time from now after which the end is requested, too; None for no limit.
-            handle_signals: Whether to record signals; if not, their handlers are unchanged.
+            handle_signals: False to leave the handlers of signals unchanged.
         """
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._minutes = minutes
@@ -54,10 +56,10 @@ class SignalHandler:
                 signal.signal(signum, signal.SIG_IGN)
 
     def votes(self) -> list[int]:
-        """Return 1 for the reason of this rank's request to end, 0 for all others.
+        """Return this rank's request to stop as numbers, to be summed over all ranks.
 
-        Reasons are SIGTERM, SIGINT, SIGUSR1 and the time limit, in this order. The list is empty,
-        on all ranks, if there can be no request.
+        There is a 1 for its reason and 0 for all others; reasons are SIGTERM, SIGINT, SIGUSR1 and
+        the time limit, in this order. The list is empty, on all ranks, if there can be no request.
         """
         if not self._signals and self._deadline is None:
             return []
@@ -71,10 +73,11 @@ class SignalHandler:
         Of several reasons the time limit counts, else the signal with the highest number.
 
         Args:
-            votes: Sums of all ranks' `votes`, or none.
+            votes: Sums over all ranks of their `votes`; may be empty.
 
         Returns:
-            Name of the signal, or `--exit-duration-in-mins N`; None if nothing ends the run.
+            Name of the signal, such as SIGTERM, or `--exit-duration-in-mins N`; None if nothing
+            ends the run.
         """
         self._reason = max(
             (reason for reason, count in zip(_REQUESTS, votes, strict=False) if count), default=0
@@ -84,11 +87,11 @@ class SignalHandler:
         return signal.Signals(self._reason).name if self._reason else None
 
     def wait_for_launcher(self) -> None:
-        """Wait for this rank's own SIGTERM if that of other nodes ends the run.
+        """Wait for this rank's own SIGTERM if another node's SIGTERM ends the run.
 
-        When a node joins, the torchruns of the others send SIGTERM to their workers one shortly
-        after the other. Workers that end before their torchrun has noticed the join would count as
-        failed. The wait ends after a few seconds.
+        It takes a few seconds at most. When a node joins, the torchruns of the others send SIGTERM
+        to their workers one shortly after the other. Workers that end before their torchrun has
+        noticed the join would count as failed.
         """
         deadline = time.monotonic() + _LAUNCHER_SECONDS
         while (

@@ -35,13 +35,15 @@ _REPORT_SECONDS = 10.0
 
 
 def fallback_delay(limit: float) -> float:
-    """Return the seconds after `limit` at which `faulthandler` takes over.
+    """Return the seconds after `limit` at which `faulthandler` ends a hanging process.
+
+    It does if the watchdog's thread could not.
 
     Args:
         limit: Time limit of the watchdog in seconds.
 
     Returns:
-        Half of `limit`, from 5 to 30.
+        Half of `limit`, but from 5 to 30.
     """
     return min(30.0, max(5.0, limit / 2))
 
@@ -61,7 +63,7 @@ def startup_timeout(limit: float) -> float:
 def process_group_timeout(minutes: float) -> timedelta:
     """Return the timeout of collectives under a watchdog of `minutes`.
 
-    It is longer than the watchdog needs at startup to report a hang and exit.
+    It is longer than the watchdog takes, even at startup, to report a hang and exit.
     """
     return timedelta(seconds=startup_timeout(60 * minutes) + 2 * fallback_delay(60 * minutes))
 
@@ -69,12 +71,12 @@ def process_group_timeout(minutes: float) -> timedelta:
 class Watchdog:
     """Context that ends the run `minutes` after the last `beat`, with stack traces.
 
-    The stacks of each rank go to `directory`/rank_00003.txt; without a directory those of one rank
-    at each position go to standard error. The exit code is 70. A thread makes the other ranks do
-    the same and waits for them, because a launcher kills all ranks when the first exits. One rank
-    prints a line with each rank's position. If the hanging thread holds the GIL, `faulthandler`
-    writes the stacks to standard error `fallback_delay` later and exits with code 1. For the main
-    thread of one process group. `directory` is created if missing, and its files are appended to.
+    Each rank enters one, in its main thread, when the process group exists. The stacks of each rank
+    go to `directory`/rank_00003.txt, created or appended to; without a directory (None) those of
+    one rank at each position go to standard error. The exit code is 70. A thread makes the other
+    ranks do the same and waits for them, because a launcher kills all ranks when the first exits.
+    One rank prints a line with each rank's position. If the hanging thread holds the GIL,
+    `faulthandler` writes the stacks to standard error `fallback_delay` later and exits with code 1.
     """
 
     def __init__(self, minutes: float, directory: Path | None) -> None:
@@ -108,7 +110,7 @@ class Watchdog:
         Args:
             kind: Kind of activity, any text such as "save"; the first of a kind gets the
                 `startup_timeout`.
-            step: Step of the activity.
+            step: Step of the activity, for messages.
         """
         limit = self._limit if kind in self._earlier_kinds else startup_timeout(self._limit)
         self._earlier_kinds.add(kind)
@@ -297,7 +299,8 @@ _ACTIVITY_PREFIXES = {
 def format_activity(kind: str, step: int) -> str:
     """Return an activity as text such as `save of step 5`.
 
-    Kinds that have no step, such as `start`, are returned as they are.
+    Args:
+        kind: Kind of `Watchdog.beat`; one that has no step, such as start, is returned as it is.
     """
     return f"{_ACTIVITY_PREFIXES[kind]}step {step}" if kind in _ACTIVITY_PREFIXES else kind
 
