@@ -24,25 +24,28 @@ INDEX_FILE = "index.json"
 
 
 class DamagedCheckpointError(InputError):
-    """Error about a checkpoint that is missing, incomplete or has changed."""
+    """Error about a checkpoint that is missing, incomplete or has changed.
+
+    Another checkpoint may be intact.
+    """
 
 
 class UnreadableCheckpointError(DamagedCheckpointError):
     """Error about a checkpoint that the file system fails to read.
 
-    The failure may be temporary or permanent.
+    The failure may be temporary or permanent, so that the checkpoint is not deleted.
     """
 
 
 class CheckpointReadError(InputError):
-    """Error of a machine that cannot read a checkpoint, which may be whole."""
+    """Error of a machine that cannot read a checkpoint, which may be intact."""
 
 
 @contextlib.contextmanager
 def name_machine() -> Iterator[None]:
     """Convert an OSError in the context into a CheckpointReadError.
 
-    The new error names the file and this machine.
+    The new error names the file (OSError.filename) and this machine.
     """
     try:
         yield
@@ -69,17 +72,19 @@ def name_file(file: Path) -> Iterator[None]:
 
 
 class CheckpointDir:
-    """Directory `checkpoints` of a run.
+    """Directory `checkpoints` of a run, read by this process only.
 
     It holds a directory such as `iter_0000100` for each checkpoint, and a tracker file naming the
-    newest step.
+    newest step. `directory` need not exist.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
 
     def tracked_step(self) -> int | None:
-        """Return the newest checkpoint's step by the tracker file; None without the file.
+        """Return the step of the newest checkpoint by the tracker file.
+
+        None without the file. The checkpoint may be missing.
 
         Raises:
             InputError: The file cannot be read or has no number.
@@ -110,7 +115,7 @@ class CheckpointDir:
     def steps(self) -> list[int]:
         """Return the sorted steps of all checkpoint directories, complete or not.
 
-        There are none without the directory `checkpoints`.
+        The list is empty if `directory` does not exist. The tracker is not read.
         """
         return sorted(
             int(path.name[5:])
@@ -119,9 +124,10 @@ class CheckpointDir:
         )
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """Return the content of state.json of checkpoint `step`, without its digest.
+        """Return the content of state.json of the checkpoint of `step`.
 
-        The digest and the sizes of all files are compared, the contents of the other files are not.
+        Its field `sha256` is compared and left out. Sizes of all files are compared, their contents
+        are not.
 
         Raises:
             UnreadableCheckpointError: The file system fails to read it.
@@ -183,10 +189,13 @@ class CheckpointDir:
         return True
 
     def steps_up_to_tracker(self) -> list[int]:
-        """Return the sorted steps of checkpoints up to the tracked one.
+        """Return the sorted steps of checkpoints up to the tracked one, inclusive.
 
         The tracked step is included even if its checkpoint is missing. Without a tracker file all
         steps are returned. Later checkpoints may be left from before a rewind.
+
+        Raises:
+            InputError: The tracker file cannot be read or has no number.
         """
         tracked = self.tracked_step()
         steps = self.steps()
@@ -202,7 +211,7 @@ _THREADS = 4  # hashing releases the GIL; a core hashes some 0.5 to 2 GB/s
 
 
 def json_digest(fields: dict[str, Any]) -> str:
-    """Return the hexadecimal SHA-256 of the dict `fields` as JSON.
+    """Return the SHA-256, 64 hexadecimal digits, of a JSON-ready dictionary.
 
     It does not depend on the order of the keys.
     """
@@ -228,6 +237,8 @@ def file_digest(file: Path) -> dict[str, Any]:
 def file_digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Return size and SHA-256 of `files` by file name, computed by threads.
 
+    Files must have different names, without their directories.
+
     Returns:
         {"bytes": size, "sha256": hexadecimal} of each file.
 
@@ -240,10 +251,10 @@ def file_digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def find_size_damage(directory: Path, expected: dict[str, dict[str, Any]]) -> str | None:
-    """Return a message on the first missing file, or file of a wrong size.
+    """Return a message on the first file that is missing or has a wrong size.
 
     Args:
-        expected: Digests of the files of `directory` by name (`file_digests`).
+        expected: Sizes and SHA-256 of the files of `directory` by name, as of `file_digests`.
 
     Returns:
         The message; None if all files match.
@@ -268,7 +279,7 @@ def find_content_damage(directory: Path, expected: dict[str, dict[str, Any]]) ->
     """Return a message on the first file whose SHA-256 differs from the expected one.
 
     Args:
-        expected: Digests of the files of `directory` by name (`file_digests`).
+        expected: Sizes and SHA-256 of the files of `directory` by name, as of `file_digests`.
 
     Returns:
         The message; None if all files match.

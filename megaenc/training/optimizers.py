@@ -36,9 +36,13 @@ _MUON_RMS = 0.2  # root mean square of an update, as that of AdamW (Liu et al. 2
 
 @dataclass(frozen=True)
 class WeightShard:
-    """Part of a weight that this rank updates.
+    """Part of a weight that this rank updates; `list_shards` builds it.
 
-    It is a range of the rank's tensor-parallel shard, or all of that.
+    It is a range of the rank's tensor-parallel shard, whose shape is `shape`, or all of that.
+    `param` is the optimizer's float32 parameter, flat if it is a range from element `start` on;
+    None if this rank updates no element. `elements` counts those of the whole weight. `split_dim`
+    is the dimension divided over tensor-parallel ranks, or -1. `parts` are rows of matrices that
+    Muon orthogonalizes; (): AdamW.
     """
 
     shape: torch.Size
@@ -96,15 +100,17 @@ class _ShardAwareOptimizer(GroupStepAdamW):
 class StableAdamW(_ShardAwareOptimizer):
     """AdamW with Adafactor's update clipping (Wortsman et al. 2023, algorithm 2).
 
-    See arXiv 2304.13013. The learning rate is divided, for each weight, by the root mean square of
-    gradient / sqrt(second moment) if that is above 1. The state is that of AdamW.
+    The learning rate is divided, for each weight, by the root mean square of gradient / sqrt(second
+    moment) if that is above 1. The state is that of AdamW. `build_optimizer` makes it and sets its
+    `shards` and process groups. See arXiv 2304.13013.
     """
 
     @torch.no_grad()
     def step(self, closure=None):
         """Update all parameters by one StableAdamW step.
 
-        All ranks call this together; `closure` is ignored.
+        All ranks call this together, with all gradients present, which are divided by `grad_scale`
+        in place; `closure` is ignored.
         """
         self.begin_steps()
         group = self.param_groups[0]
@@ -159,9 +165,10 @@ class Muon(_ShardAwareOptimizer):
     (https://kellerjordan.github.io/posts/muon), with the weight decay and the size of updates of
     Liu et al. 2025 (arXiv 2502.16982): W -= lr * (0.2 sqrt(max(rows, columns)) *
     orthogonalize(Nesterov momentum) + weight_decay * W), so that learning rate and weight decay of
-    AdamW apply. Projections of query, key, value, gate and up are matrices of their own. Each
-    data-parallel rank orthogonalizes some of the matrices. `exp_avg` is the momentum; `exp_avg_sq`,
-    which stays zero, is only kept because megatron-core's checkpoints hold both for all weights.
+    AdamW apply. Projections of query, key, value, gate and up are separate matrices. Each
+    data-parallel rank orthogonalizes some of the matrices. `build_optimizer` makes it. `exp_avg` is
+    the momentum; `exp_avg_sq`, which stays zero, is only kept because megatron-core's checkpoints
+    hold both for all weights.
     """
 
     momentum: float = 0.95
@@ -175,7 +182,8 @@ class Muon(_ShardAwareOptimizer):
     def step(self, closure=None):
         """Update all parameters by one step of Muon or AdamW.
 
-        All ranks call this together; `closure` is ignored.
+        All ranks call this together, with all gradients present, which are divided by `grad_scale`
+        in place; `closure` is ignored.
         """
         self.begin_steps()
         for index, group in enumerate(self.param_groups):
@@ -368,8 +376,11 @@ class _RangeExchange:
 def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     """Return about U V^T of the singular value decomposition U S V^T of `matrix`.
 
-    `steps` Newton-Schulz iterations make the singular values about 0.7 to 1.2, those near zero
-    less. In the data type of `matrix`; zeros stay zero.
+    Its singular values are about 0.7 to 1.2, those near zero less. Zeros stay zero.
+
+    Args:
+        matrix: Matrix [rows, columns] of any floating data type, which is that of the result.
+        steps: Number of Newton-Schulz iterations, such as 5.
     """
     a, b, c = _NEWTON_SCHULZ
     x = (matrix.float() / matrix.float().norm().clamp(min=1e-30)).to(matrix.dtype)
@@ -388,10 +399,12 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Return megatron-core's optimizer of this rank's model chunks.
 
-    It is built around the optimizer of --optimizer. All ranks call this together.
+    It is built around AdamW, StableAdamW or Muon by --optimizer. All ranks call this together.
 
     Args:
+        settings: Flags of the run, of which optimizer, learning rate and layout count.
         dtype: Data type in which the chunks compute.
+        chunks: This rank's model chunks, one unless pipeline stages are interleaved.
     """
     flags = settings.optimizer
     layout = settings.layout
@@ -438,9 +451,12 @@ def build_optimizer(
 def list_shards(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> list[WeightShard]:
-    """Return a WeightShard for each weight of `chunks`, in their order.
+    """Return a WeightShard for each weight of `chunks`, in the order of parameters.
 
-    Its parameter is the one that `optimizer` updates, the only part of `chained_optimizers`.
+    Args:
+        chunks: This rank's model chunks.
+        optimizer: Only element of `chained_optimizers` of `build_optimizer`'s result, which updates
+            the chunks.
     """
     groups = optimizer.optimizer.param_groups
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}

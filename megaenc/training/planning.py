@@ -26,10 +26,11 @@ _NAMED_CORPORA = 6  # in lines about several
 
 
 def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -> Plan:
-    """Return the Plan of the settings, which it checks.
+    """Return the Plan of a run, after checks of settings, data and parent run.
 
-    Each rank calls it for itself, before the process group exists. Without --data-path it uses
-    demo/, built if missing; a dry run builds nothing.
+    Each rank calls it for itself, before the process group exists; the number of processes is that
+    of torchrun's variables. Without --data-path it uses demo/, built if missing; a dry run builds
+    nothing.
 
     Args:
         given: Names of the fields whose values were given and are no defaults (None: all), which
@@ -141,7 +142,8 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
 def check_device(settings: PretrainConfig, backend: Backend) -> None:
     """Raise InputError for settings that the device does not support.
 
-    It is this machine's or the one in --gpu. Some settings need an accelerator.
+    It is the device type in --gpu if given, else `backend`, this machine's. FP8 formats,
+    overlapping communication and `--micro-batch-size auto` need certain accelerators.
     """
     gpu = settings.output.gpu
     fp8_format = settings.kernels.fp8_format

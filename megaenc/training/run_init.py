@@ -24,7 +24,10 @@ PROGRESS_FIELDS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "lo
 class Ancestor:
     """Earlier run or Hugging Face model that weights come from.
 
-    `step` is that of the checkpoint, `tokens` are those read up to it: 0 for a Hugging Face model.
+    `run` is its directory or name, `step` that of the checkpoint, `tokens` are those read up to it:
+    0 for a Hugging Face model. `schedule` is its objective schedule. `family`, `context`,
+    `generation` and `config_fields` are set only for a Hugging Face model; `total` is the planned
+    number of steps of a run.
     """
 
     run: str
@@ -50,8 +53,10 @@ class Ancestor:
 class RunInit:
     """Starting point of a run: new weights, or step and counters of another run.
 
-    The run is a branch of the other, or has only its weights. The starting point is stored in
-    run.json, so that a resume does not need the other run.
+    `resolve_run_init` finds it. `kind` is new, branch (with optimizer and data position of the
+    other run) or weights. `run` is the other run's directory, `at` the step of its checkpoint and
+    `parent` its `identity_digest`. It is stored in run.json, so that a resume does not need the
+    other run.
     """
 
     kind: Literal["new", "branch", "weights"] = "new"
@@ -79,15 +84,15 @@ class RunInit:
     def step(self) -> int:
         """Return the step before this run's first one.
 
-        It is the branched step `at` for a branch, otherwise 0.
+        It is `at` for a branch, whose steps continue those of its parent, otherwise 0.
         """
         return self.at if self.kind == "branch" else 0
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the entries `start` and `skip_samples` of a run's identity.
+        """Return the entries `start` and `skip_samples` of a run's identity, JSON-ready.
 
-        There are none for new weights and no skipped samples.
+        The dictionary is empty for new weights and no skipped samples.
         """
         kind = {"branch": "branch at step", "weights": "weights of step"}.get(self.kind)
         start = {"start": f"{kind} {self.at} of run {self.parent}"} if kind else {}
@@ -114,7 +119,10 @@ NEW_WEIGHTS = RunInit()
 
 
 def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
-    """Return the content of a run's run.json `file` and the RunInit in it.
+    """Return the content of a run's run.json and the RunInit in it.
+
+    Args:
+        file: Path of run.json.
 
     Raises:
         InputError: The file cannot be read, has the format of another version, or a field of
@@ -159,5 +167,8 @@ def identity_digest(identity: dict[str, Any]) -> str:
     """Return the digest of a run's identity, equal for equal runs.
 
     It is the first 16 hexadecimal digits of the SHA-256 of its sorted JSON.
+
+    Args:
+        identity: `Plan.identity`, also as read from run.json.
     """
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

@@ -23,9 +23,9 @@ SAVE = "save"
 class StepTimers:
     """Seconds spent in each part of a step on this rank, summed since creation.
 
-    `wall` has wall-clock time, `processor` the CPU time of this thread. In both, forward_backward
-    contains data. Parts end where a step synchronizes the device anyway: forward_backward at its
-    sums, optimizer at the gradient norm.
+    `wall` has wall-clock time, `processor` the CPU time of this thread, both by name of the part,
+    such as DATA. In both, forward_backward contains data. Parts end where a step synchronizes the
+    device anyway: forward_backward at its sums, optimizer at the gradient norm.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,10 @@ class StepTimers:
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Add the seconds inside the context to the sums of `part`."""
+        """Add the seconds inside the context to the sums of `part`, such as SAVE.
+
+        Nothing is added after an error. The device is not synchronized.
+        """
         wall = time.perf_counter()
         processor = time.thread_time()
         yield
@@ -42,10 +45,7 @@ class StepTimers:
         self.processor[part] += time.thread_time() - processor
 
     def measure_items(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield `items` up to the first None, and add their seconds to `part`.
-
-        These are the seconds of producing them.
-        """
+        """Yield `items` up to the first None, adding to `part` the time to produce them."""
         iterator = iter(items)
         while True:
             with self.measure(part):
@@ -55,7 +55,7 @@ class StepTimers:
             yield item
 
     def seconds(self) -> dict[str, float]:
-        """Return wall-clock seconds of data, forward_backward and optimizer.
+        """Return wall-clock seconds of data, forward_backward and optimizer by name.
 
         Here forward_backward is without data.
         """
@@ -70,8 +70,9 @@ class StepTimers:
 def memory_usage(backend: Backend) -> dict[str, float]:
     """Return this process's memory in GiB by metric name.
 
-    With a GPU these are its peaks since the last reset of torch's statistics, allocated and
-    reserved, and the resident host memory; on a CPU only `memory_gib`, the resident host memory.
+    On a CPU it is `memory_gib`, the resident host memory. With a GPU, `memory_gib` and
+    `memory_reserved_gib` are peaks of the memory that torch has allocated and reserved, since the
+    last reset of its statistics, and `host_memory_gib` is the resident host memory.
     """
     resident = psutil.Process().memory_info().rss / 2**30
     if backend.is_cpu:

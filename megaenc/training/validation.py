@@ -18,9 +18,10 @@ from megaenc.training.plan import Plan
 
 
 class Validator:
-    """Callable that scores an engine, always on the same packs and masks.
+    """Callable that scores an engine's model, always on the same packs and masks.
 
-    They are those of the phase of a step.
+    The packs are those of the phase that trains `step` of `plan`; `parts` has the validation sets,
+    and is empty if there is no text.
     """
 
     def __init__(self, plan: Plan, step: int = 0):
@@ -74,17 +75,18 @@ class Validator:
     ) -> dict[str, Any]:
         """Return the scores of the engine's model under each objective.
 
-        An objective on a named set is `NAME/OBJECTIVE`. Scores are loss, accuracy and
-        most_frequent, the accuracy of always predicting the most frequent label. If the validation
-        text has several ranges of positions or corpora, `by_position` and `by_corpus` are the
-        losses of each (`TokenGroups`). A pseudo-perplexity also has `perplexity`.
+        All ranks call this together. Scores are `loss`, `accuracy` and `most_frequent`, the
+        accuracy of always predicting the most frequent label, all None without predictions. If the
+        validation text has several ranges of positions or corpora, `by_position` and `by_corpus`
+        are the losses of each (`TokenGroups`). A pseudo-perplexity also has `perplexity`.
 
         Args:
-            before_pass: Called before each set and each pass of a pseudo-perplexity after the
-                first.
+            before_pass: Called before each set after the first, and before each pass of a
+                pseudo-perplexity after its first.
 
         Returns:
-            `held_out`, a digest of the text, and the scores by `objectives`.
+            `held_out`, a digest of the text, and `objectives`: scores by OBJECTIVE or, on a named
+            set, NAME/OBJECTIVE.
         """
         engine.enter_phase(self.step)
         scores = {}
@@ -99,7 +101,11 @@ class Validator:
 
 @dataclass(frozen=True)
 class ValidationPart:
-    """Packs of one validation set, cut for a phase."""
+    """Packs of one validation set, cut for a phase; the first `samples` are read.
+
+    `name` is empty for the phase's own held-out text. `most_frequent` has the fraction of the most
+    frequent label by text of the objective.
+    """
 
     name: str
     """Name of the set, empty for the phase's own held-out text."""
@@ -113,9 +119,9 @@ class ValidationPart:
     def score(
         self, engine: Engine, text: str, objective: Objective, before_pass: Callable[[], object]
     ) -> dict[str, float | dict[str, float] | None]:
-        """Return the scores of `engine` under the objective `text`, see `Validator`.
+        """Return the scores of `engine` under one objective by name, see `Validator`.
 
-        All ranks call this together.
+        All ranks call this together. `Engine.enter_phase` must have been called.
 
         Args:
             text: Text of `objective`, a key of `most_frequent`.
