@@ -30,19 +30,15 @@ _MMAP_MAX = -4
 def init_distributed(
     layout: ParallelConfig, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)
 ) -> Backend:
-    """Initialize torch.distributed and megatron-core's process groups.
+    """Initialize process groups and device; return the hardware of this process.
 
-    All ranks call this together. Ranks are those of torchrun's variables, without which this
-    process is the only one. The device and torch's number of threads are set, and megatron-core is
-    patched.
+    All ranks call this together; torchrun's variables name them, and without these this process is
+    the only one. torch's number of threads is set, and megatron-core is patched.
 
     Args:
         seed: Seed of megatron-core's random state; weights, data and masks do not depend on it.
         chunks: Model chunks per pipeline stage (`ParallelConfig.chunks_per_stage`).
         timeout: Timeout of joining and of each collective.
-
-    Returns:
-        The hardware of this process.
 
     Raises:
         InputError: The number of processes does not fit `layout`, or exceeds the accelerators; or

@@ -59,12 +59,11 @@ def select_attention(
 ) -> str:
     """Return the name of an attention backend that passes self-tests on all ranks.
 
-    All ranks call this together. Versions of flash-attn that fail are not used in this process
-    again; rank 0 prints them and other available backends that fail.
+    All ranks call this together. Rank 0 prints available backends that fail. Versions of flash-attn
+    that fail are not used in this process again.
 
     Args:
-        requested: Name of the backend to test; "auto" for the first of BACKENDS that passes.
-        shape, layout: Model and tensor parallelism, which give the heads of a rank.
+        requested: Name of the backend; "auto" for the first of BACKENDS that passes.
         masks: Kinds of attention that are needed.
         **batch_shape: `seq_length`, the tokens of a pack, and `packs` of a micro-batch, without
             which long documents are not tested.

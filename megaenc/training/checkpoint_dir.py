@@ -115,7 +115,7 @@ class CheckpointDir:
     def steps(self) -> list[int]:
         """Return the sorted steps of all checkpoint directories, complete or not.
 
-        The list is empty if `directory` does not exist. The tracker is not read.
+        The list is empty if `directory` does not exist. The tracker file is not read.
         """
         return sorted(
             int(path.name[5:])

@@ -310,7 +310,13 @@ class Prefetcher:
     def __init__(
         self, build: Callable[[Any], Any], set_up: Callable[[], object] | None = None
     ) -> None:
-        """Start the thread, which calls `set_up` first."""
+        """Start the thread, which calls `set_up` first.
+
+        Args:
+            build: Returns the value of a key, such as a micro-batch of its spec; called in the
+                thread.
+            set_up: Sets up the thread, such as its device; None for nothing.
+        """
         self._build = build
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="micro-batches", initializer=set_up)
         self._pending: deque[tuple[Any, Future]] = deque()

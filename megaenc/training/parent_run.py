@@ -199,10 +199,10 @@ class ParentRun:
     def check_same_fields(
         self, plan: Plan, names: Iterable[str], reason: str, step: int | None = None
     ) -> None:
-        """Raise InputError if the identities of this run and of `plan` differ.
+        """Raise InputError if the identities of this run and of `plan` differ in `names`.
 
         Args:
-            names: Entries of the identity to compare; a missing one equals None.
+            names: Entries to compare, such as data and seed; a missing one equals None.
             reason: End of the error, after the difference.
             step: Step of this run whose values are compared with those of the plan's first step, if
                 they change by phase; None to compare those of the last phases.

@@ -75,18 +75,15 @@ class Validator:
     ) -> dict[str, Any]:
         """Return the scores of the engine's model under each objective.
 
-        All ranks call this together. Scores are `loss`, `accuracy` and `most_frequent`, the
-        accuracy of always predicting the most frequent label, all None without predictions. If the
-        validation text has several ranges of positions or corpora, `by_position` and `by_corpus`
-        are the losses of each (`TokenGroups`). A pseudo-perplexity also has `perplexity`.
+        All ranks call this together. The result has `held_out`, a digest of the text, and
+        `objectives`: scores by OBJECTIVE or, on a named set, NAME/OBJECTIVE. These are `loss`,
+        `accuracy` and `most_frequent`, the accuracy of always predicting the most frequent label,
+        all None without predictions; `by_position` and `by_corpus`, the losses of TokenGroups, if
+        there are several; and `perplexity` of a pseudo-perplexity.
 
         Args:
             before_pass: Called before each set after the first, and before each pass of a
                 pseudo-perplexity after its first.
-
-        Returns:
-            `held_out`, a digest of the text, and `objectives`: scores by OBJECTIVE or, on a named
-            set, NAME/OBJECTIVE.
         """
         engine.enter_phase(self.step)
         scores = {}

@@ -65,7 +65,8 @@ class RecentLosses:
 def format_spike(plan: Plan, step: int, loss: float, deviations: float) -> str:
     """Return the console line that reports a loss spike at `step`.
 
-    With --max-rewinds it has the number of the next rewind, or reports that none is left.
+    If --max-rewinds of `plan` allows rewinds, it has the number of the next one, or reports that
+    none is left.
 
     Args:
         deviations: Robust standard deviations of `loss` above recent ones.

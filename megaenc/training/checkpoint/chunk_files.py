@@ -170,7 +170,7 @@ def _describe_chunk(
 
 
 def publish_chunks(directory: Path, ranks: int, optimizer_step: int) -> Digests:
-    """Check the chunks of all ranks and write index.json, which loads read.
+    """Check the chunks of all ranks, write index.json and return the files' digests.
 
     One rank calls it, once all have written. It also writes the other PUBLISHED_FILES, for torch's
     and megatron-core's readers, and deletes the indexes of the ranks.

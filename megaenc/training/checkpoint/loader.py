@@ -52,8 +52,7 @@ class CheckpointLoader(CheckpointDir):
         Each rank reads some of the files to compare their SHA-256; the result is the same on all.
 
         Args:
-            identity: Identity of the run that it must belong to (`Plan.identity`); None for any
-                run.
+            identity: Identity that its run must have (`Plan.identity`); None for any run.
 
         Raises:
             DamagedCheckpointError: A file is missing or has changed.
@@ -98,8 +97,8 @@ class CheckpointLoader(CheckpointDir):
     def verify_newest(self, plan: Plan) -> dict[str, Any] | None:
         """Verify the newest intact checkpoint that `plan` can resume.
 
-        All ranks call this together. Checkpoints after the tracker's step, and those that skipped
-        other packs than `plan`, are passed over. Damaged ones are printed.
+        All ranks call this together. Checkpoints after the step in the tracker file, and those that
+        skipped other packs than `plan`, are passed over. Damaged ones are printed.
 
         Returns:
             Its state.json; None if there is no checkpoint to resume.
@@ -140,7 +139,7 @@ class CheckpointLoader(CheckpointDir):
         """Return the sorted steps of checkpoints that skipped the same packs as `plan`.
 
         Packs up to each step are compared, on this rank only. Incomplete checkpoints are left out;
-        those after the tracker's step are not.
+        those after the step in the tracker file are not.
         """
         return [step for step in self.steps() if self.is_compatible(step, plan, if_damaged=False)]
 

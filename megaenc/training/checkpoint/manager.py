@@ -101,12 +101,12 @@ class CheckpointManager(CheckpointLoader):
         self._complete_states: dict[int, dict[str, Any]] = {}
 
     def retarget_tracker(self, plan: Plan) -> None:
-        """Reset the tracker to the newest checkpoint that skipped the packs of `plan`.
+        """Set the tracker file to the newest checkpoint that skipped the packs of `plan`.
 
         For rank 0, before a run resumes. Only checkpoints before the tracked one are chosen;
-        without any, the tracker is deleted. Nothing changes if the tracked checkpoint skipped the
-        same packs up to its step, is damaged, or if there is no tracker. Resumes and exports read
-        the tracker. No checkpoint is deleted.
+        without any, the file is deleted. Nothing changes if the tracked checkpoint skipped the same
+        packs up to its step, is damaged, or if there is no tracker file. Resumes and exports read
+        it. No checkpoint is deleted.
         """
         tracked = self.tracked_step()
         if tracked is None or self.is_compatible(tracked, plan):
@@ -219,7 +219,7 @@ class CheckpointManager(CheckpointLoader):
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
         """Write the weights of a whole module as the checkpoint of step 0, for imports.
 
-        The module is not divided over ranks. One process calls it. The tracker is set to 0.
+        The module is not divided over ranks. One process calls it. The tracker file is set to 0.
 
         Args:
             module: Megatron module such as an Encoder, with a sharded_state_dict.

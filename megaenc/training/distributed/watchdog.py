@@ -37,7 +37,7 @@ _REPORT_SECONDS = 10.0
 def fallback_delay(limit: float) -> float:
     """Return the seconds after `limit` at which `faulthandler` ends a hanging process.
 
-    It does if the watchdog's thread could not.
+    It does so if the watchdog's thread cannot run.
 
     Args:
         limit: Time limit of the watchdog in seconds.
