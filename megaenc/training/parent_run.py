@@ -308,7 +308,7 @@ def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def _check_phases(plan: Plan, parent: ParentRun, parent_step: int) -> None:
-    """Raise InputError if a phase differs from the parent's in a step up to `parent_step`.
+    """Raise InputError if a phase differs from the parent's up to `parent_step`.
 
     Data, lengths, batches and rotary base are compared.
     """
@@ -337,7 +337,7 @@ def _check_phases(plan: Plan, parent: ParentRun, parent_step: int) -> None:
 
 
 def _check_schedule(plan: Plan, parent: ParentRun, parent_step: int) -> None:
-    """Raise InputError if objectives differ from the parent's in a step up to `parent_step`."""
+    """Raise InputError if objectives differ from the parent's up to `parent_step`."""
     settings = parent.settings
     try:
         parent_schedule = Schedule.build(
