@@ -42,11 +42,11 @@ def test_the_gradient_of_a_token_that_is_seen_often_is_summed_in_float32():
         num_layers=1, hidden_size=8, num_attention_heads=1, params_dtype=torch.bfloat16
     )
     embedding = VocabParallelEmbedding(10, 8, init_method=torch.nn.init.zeros_, config=config)
-    numbers = torch.full((1, 2000), 3)
-    numbers[0, ::50] = torch.arange(40) % 3
+    indices = torch.full((1, 2000), 3)
+    indices[0, ::50] = torch.arange(40) % 3
     gradient = torch.rand(1, 2000, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    embedding(numbers).backward(gradient)
-    exact = torch.zeros(10, 8, dtype=torch.float64).index_add_(0, numbers[0], gradient[0].double())
+    embedding(indices).backward(gradient)
+    exact = torch.zeros(10, 8, dtype=torch.float64).index_add_(0, indices[0], gradient[0].double())
     torch.testing.assert_close(embedding.weight.grad.double(), exact, rtol=2**-8, atol=0)
 
 

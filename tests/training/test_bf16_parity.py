@@ -58,7 +58,10 @@ def test_layouts_lie_within_twice_the_spread_of_one_process(small_corpus, tmp_pa
         job.save.name: np.array([row["loss"] for row in runs.metrics(job.save)]) for job in jobs
     }
     for size in (largest, root_mean_square):
-        spread = max(size(losses[one] / losses[other] - 1) for one, other in combinations(ALONE, 2))
+        spread = max(
+            size(losses[layout] / losses[reference] - 1)
+            for layout, reference in combinations(ALONE, 2)
+        )
         assert 0 < spread < 1e-3, "the bound would say nothing"
         distances = {layout: size(losses[layout] / losses[REFERENCE] - 1) for layout in LAYOUTS}
         assert max(distances.values()) <= 2 * spread, (size.__name__, distances)

@@ -117,22 +117,22 @@ def test_an_encoder_that_predicts_classes_goes_out_without_its_output_layer(
 def test_a_run_goes_on_with_the_same_teacher_alone_and_is_exported_without_it(
     distilled, teacher, tmp_path, refusal
 ):
-    own = shutil.copytree(teacher, tmp_path / "teacher")
-    flags = [flag.replace(str(teacher), str(own)) for flag in distilled]
+    teacher_copy = shutil.copytree(teacher, tmp_path / "teacher")
+    flags = [flag.replace(str(teacher), str(teacher_copy)) for flag in distilled]
     save = ["--save", str(tmp_path / "run")]
     # This process would remember the teacher, so another one runs.
     runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "1", *save])
 
-    weights = load_file(own / "model.safetensors")
+    weights = load_file(teacher_copy / "model.safetensors")
     save_file(
         {name: 2 * tensor for name, tensor in weights.items()},
-        own / "model.safetensors",
+        teacher_copy / "model.safetensors",
         {"format": "pt"},
     )
     line = refusal(main, [*flags, *save])
     assert "holds a different run: objective_packages is {'distill': 'config.json (" in line
 
-    shutil.rmtree(own)
+    shutil.rmtree(teacher_copy)
     convert(["to-hf", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")])
     assert "distill(teacher=" in (tmp_path / "hf/README.md").read_text()
     line = runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "new")], expect=2).stderr

@@ -47,9 +47,9 @@ def losses(directory):
     return [row["loss"] for row in runs.metrics(directory)]
 
 
-def largest(directories, one, other):
+def largest(directories, name, reference):
     """Return the largest relative difference of losses over steps that both runs made."""
-    pairs = zip(losses(directories[one]), losses(directories[other]), strict=False)
+    pairs = zip(losses(directories[name]), losses(directories[reference]), strict=False)
     return max(abs(a / b - 1) for a, b in pairs)
 
 

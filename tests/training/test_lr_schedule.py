@@ -123,11 +123,11 @@ def package(tmp_path, monkeypatch):
     info = tmp_path / "rates-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rates\nVersion: 1.2\n")
-    own = f"{__name__}:polynomial"
+    polynomial_style = f"{__name__}:polynomial"
     offers = {
-        "polynomial": own,
+        "polynomial": polynomial_style,
         "number": "math:pi",
-        "constant": own,
+        "constant": polynomial_style,
         **{name: f"{__name__}:{name}" for name in ("two_numbers", "endless", "resolved")},
         "other": "rates_of_none:f",
     }

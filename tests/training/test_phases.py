@@ -191,9 +191,9 @@ def test_the_validation_of_a_phase_is_that_of_a_run_without_phases(
 def test_named_sets_have_the_same_text_in_all_phases(named_sets, named_run):
     """The sets are one corpus's held-out documents and another corpus as a whole."""
     plan = plan_of(*named_sets)
-    own, other = plan.validation_sets
-    assert own.documents.tolist() == split_documents(300, (90, 10, 0))[1].tolist()
-    assert other.documents.tolist() == list(range(40))
+    own_set, other_set = plan.validation_sets
+    assert own_set.documents.tolist() == split_documents(300, (90, 10, 0))[1].tolist()
+    assert other_set.documents.tolist() == list(range(40))
     for short, long in zip(Validator(plan, 1).parts, Validator(plan, 9).parts, strict=True):
         texts = [
             [part.packs[sample].tokens for sample in range(part.samples)] for part in (short, long)

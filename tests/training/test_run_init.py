@@ -8,16 +8,16 @@ from megaenc.objectives import Schedule
 from megaenc.training.parent_run import first_differing_step
 
 
-def difference(one, other, last, seeds=(1, 1)):
+def difference(schedule, reference, last, seeds=(1, 1)):
     schedules = [
         Schedule.build(text, steps, VOCABULARY, seed)
-        for (text, steps), seed in zip((one, other), seeds, strict=True)
+        for (text, steps), seed in zip((schedule, reference), seeds, strict=True)
     ]
     return first_differing_step(*schedules, last)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "last", "first"),
+    ("schedule", "reference", "last", "first"),
     [
         (("clm", 40), ("clm:15,mlm:5", 20), 15, None),
         (("clm", 40), ("clm:15,mlm:5", 20), 16, 16),
@@ -32,8 +32,8 @@ def difference(one, other, last, seeds=(1, 1)):
         (("mix(clm:1,mlm:3):1.0", 40), ("mix(clm:0.25,mlm:0.75):18,mlm:2", 20), 18, None),
     ],
 )
-def test_schedules_are_compared_by_what_each_step_trains(one, other, last, first):
-    assert difference(one, other, last) == first
+def test_schedules_are_compared_by_what_each_step_trains(schedule, reference, last, first):
+    assert difference(schedule, reference, last) == first
 
 
 def test_other_draws_of_a_mixture_are_a_difference():

@@ -192,19 +192,19 @@ def test_every_objective_is_among_them():
 def test_twenty_steps_of_each_objective(short_run, teacher, tmp_path):
     """Without switches of objectives rounding stays ten times below this tolerance."""
     jobs = []
-    for number, objective in enumerate(ALONE):
+    for index, objective in enumerate(ALONE):
         schedule = ["--objective-schedule", objective.format(teacher=teacher), "--lr", "5e-4"]
         flags = [*short_run, *schedule, "--eval-interval", "20"]
-        jobs.append(Job(tmp_path / f"{number} one", flags))
-        jobs.append(Job(tmp_path / f"{number} TP2 PP2", [*flags, *TP2, *PP2], 4))
+        jobs.append(Job(tmp_path / f"{index} one", flags))
+        jobs.append(Job(tmp_path / f"{index} TP2 PP2", [*flags, *TP2, *PP2], 4))
     runs.in_turn(jobs, tmp_path)
-    for one, parallel in zip(jobs[::2], jobs[1::2], strict=True):
-        runs.assert_same_curve(parallel.save, one.save, tolerance=1e-6)
-        assert last_scores(parallel.save) == pytest.approx(last_scores(one.save), rel=1e-6), (
-            one.flags
+    for single, parallel in zip(jobs[::2], jobs[1::2], strict=True):
+        runs.assert_same_curve(parallel.save, single.save, tolerance=1e-6)
+        assert last_scores(parallel.save) == pytest.approx(last_scores(single.save), rel=1e-6), (
+            single.flags
         )
-        rows = runs.metrics(one.save)
-        assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, one.flags
+        rows = runs.metrics(single.save)
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.1, single.flags
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ RUN = [
 ]
 
 
-def random_packs(number: int) -> SkippedPacks:
+def random_packs(seed: int) -> SkippedPacks:
     """Return up to six ranges of up to eight samples, among the first 60."""
-    draws = uniforms(number, "skipped", 13)
+    draws = uniforms(seed, "skipped", 13)
     ranges = [
         (int(60 * a), int(60 * a) + int(8 * b))
         for a, b in zip(draws[1::2], draws[2::2], strict=True)
@@ -41,10 +41,10 @@ def read(packs: SkippedPacks, first: int) -> list[int]:
     return [sample for sample in range(first, 200) if sample not in left_out][:60]
 
 
-@pytest.mark.parametrize("number", range(20))
-def test_samples_are_those_that_are_not_left_out_in_order(number):
-    packs = random_packs(number)
-    other = random_packs(number + 1000) if number % 2 else packs | SkippedPacks(((44, 45),))
+@pytest.mark.parametrize("seed", range(20))
+def test_samples_are_those_that_are_not_left_out_in_order(seed):
+    packs = random_packs(seed)
+    other_packs = random_packs(seed + 1000) if seed % 2 else packs | SkippedPacks(((44, 45),))
     for first in (0, 17, 40, 70):
         samples = read(packs, first)
         assert [packs.sample_at(first, position) for position in range(60)] == samples
@@ -53,10 +53,10 @@ def test_samples_are_those_that_are_not_left_out_in_order(number):
             *(sample + 1 for sample in samples),
         ]
         for count in range(60):
-            same = samples[:count] == read(other, first)[:count]
+            same = samples[:count] == read(other_packs, first)[:count]
             assert (
-                packs.reads_same(other, first, count)
-                == other.reads_same(packs, first, count)
+                packs.reads_same(other_packs, first, count)
+                == other_packs.reads_same(packs, first, count)
                 == same
             )
     assert packs.clip(10, 30).pack_count == 20 - len(

@@ -64,9 +64,9 @@ def test_the_progress_line_shows_the_share_of_a_peak_from_a_data_sheet(is_cpu, s
 
 
 def sleepy():
-    for number in range(3):
+    for index in range(3):
         time.sleep(0.05)
-        yield number
+        yield index
 
 
 def test_the_stopwatch_knows_sleeping_from_computing():

@@ -107,10 +107,10 @@ def by_single_tokens(encoder, packs, samples, objective):
         predict_at = objective.targets(
             pack, SampleRandomness(0, pack.sample, pack.epoch)
         ).predict_at
-        for loss, at, label in zip(
+        for loss, position_index, label in zip(
             losses, predict_at.tolist(), batch.predictions.labels, strict=True
         ):
-            token = at + objective.shift
+            token = position_index + objective.shift
             assert pack.tokens[token] == label
             position = token - max(edge for edge in pack.cu_seqlens.tolist() if edge <= token)
             low = 0
@@ -159,13 +159,13 @@ def test_one_range_and_one_corpus_are_not_told_apart(short_run, engine_of):
 
 def test_thousands_of_corpora_take_no_memory_for_each_token(two_corpora):
     plan = plan_of(*two_corpora)
-    own = TokenGroups.from_packs(plan.data.held_out)
-    groups = TokenGroups(own.starts, (*map(str, range(2000)), *own.corpora))
+    held_out_groups = TokenGroups.from_packs(plan.data.held_out)
+    groups = TokenGroups(held_out_groups.starts, (*map(str, range(2000)), *held_out_groups.corpora))
     objective = plan.validation_objectives["clm"]
     batch = build_micro_batch(
         plan.data.held_out, [0, 1, 2], objective, 0, torch.device("cpu"), groups
     )
-    assert batch.in_range.numel() <= 3 * 192 * len(own.starts)
+    assert batch.in_range.numel() <= 3 * 192 * len(held_out_groups.starts)
     assert len(batch.corpus_spans) == 3
 
 
@@ -179,18 +179,18 @@ def exact_loss(encoder, packs, samples, vocabulary, shift):
             packing = PackedSequences.from_edges(
                 [0, len(document)], Attention.BIDIRECTIONAL, torch.device("cpu")
             )
-            for at, token in enumerate(document.tolist()):
-                if token in vocabulary.special_ids or at < shift:
+            for token_index, token in enumerate(document.tolist()):
+                if token in vocabulary.special_ids or token_index < shift:
                     continue
                 tokens.append(token)
                 hidden = document.clone()
-                hidden[at] = vocabulary.mask_id
+                hidden[token_index] = vocabulary.mask_id
                 with torch.no_grad():
                     logits = encoder(
                         hidden[None],
                         torch.arange(len(document)),
                         packing,
-                        Predictions(torch.tensor([at - shift])),
+                        Predictions(torch.tensor([token_index - shift])),
                     )
                 total -= logits[0, : vocabulary.size].log_softmax(-1)[token].item()
     return total / len(tokens), tokens

@@ -158,8 +158,8 @@ def test_chunks_must_hold_each_element_once(boxes, shape):
 
     check_coverage(entries(*boxes, shape=shape))
     check_coverage(entries(*boxes[::-1], shape=shape))
-    for number, (offset, size) in enumerate(boxes):
-        others = boxes[:number] + boxes[number + 1 :]
+    for index, (offset, size) in enumerate(boxes):
+        others = boxes[:index] + boxes[index + 1 :]
         longer = (*size[:-1], size[-1] + 1)
         for wrong in (others, [*boxes, (offset, size)], [*others, (offset, longer)]):
             with pytest.raises(RuntimeError, match=r"w: "):
@@ -185,8 +185,8 @@ def test_shares_without_the_distributed_optimizer_are_equal(monkeypatch):
     lengths = [sum(map(len, share)) for share in shares]
     assert sum(lengths) == sum(sizes)
     assert max(lengths) - min(lengths) <= 1
-    for number, size in enumerate(sizes):
-        assert np.concatenate([list(share[number]) for share in shares]).tolist() == list(
+    for index, size in enumerate(sizes):
+        assert np.concatenate([list(share[index]) for share in shares]).tolist() == list(
             range(size)
         )
 

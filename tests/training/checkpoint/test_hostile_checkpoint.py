@@ -56,8 +56,8 @@ def test_no_pickle_of_a_checkpoint_is_opened(
     run = directory.parents[1]
     convert(["to-hf", "--load", str(run), "--ckpt-step", "12", "--output", str(tmp_path / "hf")])
     unchanged = shutil.copytree(saved_run, tmp_path / "unchanged")
-    for each in (run, unchanged):
-        main([*short_run, "--save", str(each)])
+    for run_path in (run, unchanged):
+        main([*short_run, "--save", str(run_path)])
     runs.assert_same_curve(run, unchanged)
     assert not traces.exists()
 

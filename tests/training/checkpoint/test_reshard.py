@@ -68,11 +68,11 @@ def directories(small_corpus, tmp_path_factory):
 
 def test_each_way_follows_the_run_that_never_stopped(directories):
     """Each run has every step once, and checkpoints of the stop and the end."""
-    ways = [name for name in directories if isinstance(name, tuple)]
-    assert len(ways) == len(LAYOUTS)
-    for way in ways:
-        runs.assert_same_curve(directories[way], directories["whole"], tolerance=1e-6)
-        assert CheckpointLoader(directories[way] / "checkpoints").steps() == [STOP, 12], way
+    layouts = [name for name in directories if isinstance(name, tuple)]
+    assert len(layouts) == len(LAYOUTS)
+    for layout in layouts:
+        runs.assert_same_curve(directories[layout], directories["whole"], tolerance=1e-6)
+        assert CheckpointLoader(directories[layout] / "checkpoints").steps() == [STOP, 12], layout
 
 
 def assert_held(flags, processes, directories, step, twice=False):

@@ -211,7 +211,7 @@ def test_a_step_sends_what_it_must_and_no_more(name, small_corpus, tmp_path):
             sums[kind, group] += size
         if layout.muon and layout.shared:  # of what all send to all, each rank has another share
             sums["all-to-all", "data"] = sum(
-                size for each in records for kind, _, size in each["calls"] if kind == "all-to-all"
+                size for peer in records for kind, _, size in peer["calls"] if kind == "all-to-all"
             )
         stage = rank // (layout.tensor * layout.data)
         sent = {key: (times[key], sums[key]) for key in times}

@@ -60,21 +60,21 @@ SIZES = (64, 4096)
 def test_nothing_grows_with_the_ranks_but_messages_with_their_logarithm(small_corpus, tmp_path):
     """Counted are the first and the last rank, of a new and of a resumed run."""
     for name in STEPS:
-        for at in (0, -1):
+        for rank_index in (0, -1):
             records = []
             for ranks in SIZES:
                 directory = tmp_path / str(ranks)
                 directory.mkdir(exist_ok=True)
-                phases, text = run_rank(at % ranks, ranks, name, small_corpus, directory)
-                assert ("saved in" in text) == (at == 0), "only rank 0 prints"
-                assert at == 0 or not text
+                phases, text = run_rank(rank_index % ranks, ranks, name, small_corpus, directory)
+                assert ("saved in" in text) == (rank_index == 0), "only rank 0 prints"
+                assert rank_index == 0 or not text
                 records.append(phases)
-            compare(name, at, *records)
-            if at:
+            compare(name, rank_index, *records)
+            if rank_index:
                 check_files_of_the_last_rank(records[1])
 
 
-def compare(name, at, phases_of_few, phases):
+def compare(name, rank_index, phases_of_few, phases):
     few, many = SIZES
     assert phases_of_few.keys() == phases.keys() >= {"start", "load", f"step {STEPS[name]}"}
     rings = LOADED if name == "resumed" else RINGS
@@ -83,13 +83,13 @@ def compare(name, at, phases_of_few, phases):
         expected = rings.get(phase.split()[0], {})
         if (name, phase) == REPORT:
             expected = expected | {"all-gather calls": 2}
-        assert calls == expected, (name, at, phase)
+        assert calls == expected, (name, rank_index, phase)
         for key, now in counts.items():
-            place = (name, at, phase, key)
+            place = (name, rank_index, phase, key)
             before = phases_of_few[phase].get(key, 0)
             if key == "log messages":
                 assert now == 2 * before, place  # 8 instead of 4 a collective, or 12 instead of 6
-            elif (at == 0 and key in LINEAR) or (name, phase, key) in GATHERED:
+            elif (rank_index == 0 and key in LINEAR) or (name, phase, key) in GATHERED:
                 assert now / many <= before / few, place
             elif key.endswith("bytes"):  # parts of buffers are padded, and numbers have more digits
                 assert now <= 1.05 * before + 50, place
