@@ -27,16 +27,16 @@ for machine, types in MACHINES.items():
     becomes_a_program(
         kernels._amax_kernel,
         machine,
-        {"x": "*bf16", "top": "*i32", "numbers": "i64"},
+        {"x": "*bf16", "amax_bits": "*i32", "elements": "i64"},
         BLOCK=kernels._BLOCK,
     )
     for name, dtype in types.items():
         signature = {
             "x": "*bf16",
-            "top": "*i32",
+            "amax_bits": "*i32",
             "out": f"*{name}",
             "inverse": "*fp32",
-            "numbers": "i64",
+            "elements": "i64",
         }
         becomes_a_program(
             kernels._quantize_kernel,

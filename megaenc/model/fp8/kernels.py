@@ -15,32 +15,34 @@ _PROGRAMS = 1024  # of `amax`: each processes many blocks, so that few write to 
 _TILE = 64
 
 
-def amax(x: Tensor) -> Tensor:
+def amax_bits(x: Tensor) -> Tensor:
     """Return the float32 bits, as int32[], of the largest magnitude in a tensor.
 
     NaN is the largest, then infinity.
     """
     x = x.contiguous()
-    top = torch.zeros((), dtype=torch.int32, device=x.device)
+    bits = torch.zeros((), dtype=torch.int32, device=x.device)
     programs = min(triton.cdiv(x.numel(), _BLOCK), _PROGRAMS)
-    _amax_kernel[(programs,)](x, top, x.numel(), BLOCK=_BLOCK)
-    return top
+    _amax_kernel[(programs,)](x, bits, x.numel(), BLOCK=_BLOCK)
+    return bits
 
 
-def quantize(x: Tensor, top: Tensor, dtype: torch.dtype, max_bits: int) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, amax_bits: Tensor, dtype: torch.dtype, max_bits: int
+) -> tuple[Tensor, Tensor]:
     """Return a tensor as float8, scaled by a power of two, and the inverse scale.
 
     The inverse scale, float32[], is NaN if `x` has NaN or infinity.
 
     Args:
-        top: Bits, as float32, of the largest magnitude in `x`, int32[] from `amax`.
+        amax_bits: Bits, as float32, of the largest magnitude in `x`, int32[] from `amax_bits`.
         max_bits: Bits, as float32, of the largest number of `dtype`, from `max_value_bits`.
     """
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     inverse = torch.empty((), dtype=torch.float32, device=x.device)
     _quantize_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
-        x, top, out, inverse, x.numel(), MAX_BITS=max_bits, BLOCK=_BLOCK
+        x, amax_bits, out, inverse, x.numel(), MAX_BITS=max_bits, BLOCK=_BLOCK
     )
     return out, inverse
 
@@ -61,34 +63,36 @@ def transpose(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _amax_kernel(x, top, numbers, BLOCK: tl.constexpr):
-    """Update `top` with the largest magnitude of every num_programs-th block."""
+def _amax_kernel(x, amax_bits, elements, BLOCK: tl.constexpr):
+    """Update `amax_bits` with the largest magnitude of every num_programs-th block."""
     # As integers, the bits of magnitudes are ordered like the magnitudes, with NaN last.
     most = tl.zeros([BLOCK], dtype=tl.int32)
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    for start in range(first, numbers, tl.num_programs(0) * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        values = tl.load(x + at, mask=at < numbers, other=0.0).to(tl.float32)
+    for start in range(first, elements, tl.num_programs(0) * BLOCK):
+        offset = start + tl.arange(0, BLOCK)
+        values = tl.load(x + offset, mask=offset < elements, other=0.0).to(tl.float32)
         most = tl.maximum(most, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.atomic_max(top, tl.max(most, axis=0))
+    tl.atomic_max(amax_bits, tl.max(most, axis=0))
 
 
 @triton.jit
-def _quantize_kernel(x, top, out, inverse, numbers, MAX_BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Quantize one block per program with the scale for `top`.
+def _quantize_kernel(
+    x, amax_bits, out, inverse, elements, MAX_BITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Quantize one block per program with the scale for `amax_bits`.
 
     The first program writes the inverse scale.
     """
     # The bits of 2^-100, infinity and NaN, as in Float8Recipe.quantize.
-    bits = tl.load(top)
+    bits = tl.load(amax_bits)
     exponent = (MAX_BITS - tl.maximum(bits, 226492416)) >> 23
     if tl.program_id(0) == 0:
         back = tl.where(bits < 2139095040, (127 - exponent) << 23, 2143289344)
         tl.store(inverse, back.to(tl.float32, bitcast=True))
     scale = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + at, mask=at < numbers, other=0.0).to(tl.float32) * scale
-    tl.store(out + at, values.to(out.dtype.element_ty), mask=at < numbers)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + offset, mask=offset < elements, other=0.0).to(tl.float32) * scale
+    tl.store(out + offset, values.to(out.dtype.element_ty), mask=offset < elements)
 
 
 # One variant, which the self-test has run, for any number of rows, which are tokens.

@@ -160,16 +160,16 @@ class _Float8Linear(torch.autograd.Function):
         sequence_parallel: bool,
     ):
         x_TK = x.reshape(-1, x.size(-1))
-        x_top = float8.amax(x_TK)
-        w_top = float8.amax(weight)
+        x_amax_bits = float8.amax_bits(x_TK)
+        w_amax_bits = float8.amax_bits(weight)
         if sequence_parallel:  # all parts of the matrix share one scale
-            dist.all_reduce(x_top, dist.ReduceOp.MAX, group=group)
-        x8, x_inverse = float8.quantize(x_TK, x_top, float8.forward)
-        w8, w_inverse = float8.quantize(weight, w_top, float8.forward)
+            dist.all_reduce(x_amax_bits, dist.ReduceOp.MAX, group=group)
+        x8, x_inverse = float8.quantize(x_TK, x_amax_bits, float8.forward)
+        w8, w_inverse = float8.quantize(weight, w_amax_bits, float8.forward)
         all8, gather = _start_all_gather(x8, group) if sequence_parallel else (x8, None)
         if gather:
             gather.wait()
-        ctx.save_for_backward(x8, x_inverse, weight, w_top)
+        ctx.save_for_backward(x8, x_inverse, weight, w_amax_bits)
         ctx.float8 = float8
         ctx.group = group
         ctx.sequence_parallel = sequence_parallel
@@ -182,15 +182,15 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        x8, x_inverse, weight, w_top = ctx.saved_tensors
+        x8, x_inverse, weight, w_amax_bits = ctx.saved_tensors
         float8 = ctx.float8
         group = ctx.group
         all8, gather = _start_all_gather(x8, group) if ctx.sequence_parallel else (x8, None)
         g_TN = gradient.reshape(-1, gradient.size(-1))
-        g8, g_inverse = float8.quantize(g_TN, float8.amax(g_TN), float8.gradient)
+        g8, g_inverse = float8.quantize(g_TN, float8.amax_bits(g_TN), float8.gradient)
         # Quantized again: kept from forward, float8 weights would take memory for each micro-batch
         # in flight.
-        w8, w_inverse = float8.quantize(weight, w_top, float8.forward)
+        w8, w_inverse = float8.quantize(weight, w_amax_bits, float8.forward)
         to_x_TK = float8.matmul(g8, float8.transpose(w8), g_inverse, w_inverse, gradient.dtype)
         if gather:
             gather.wait()

@@ -38,7 +38,7 @@ class Float8Recipe:
     """whether our Triton kernels quantize and transpose matrices, with the same results as torch in
     fewer passes"""
 
-    def amax(self, x: Tensor) -> Tensor:
+    def amax_bits(self, x: Tensor) -> Tensor:
         """Return the float32 bits, as int32[], of the largest magnitude in a tensor.
 
         NaN is the largest, then infinity.
@@ -46,35 +46,35 @@ class Float8Recipe:
         if self.triton:
             from megaenc.model.fp8 import kernels
 
-            return kernels.amax(x)
+            return kernels.amax_bits(x)
         return (
             torch.linalg.vector_norm(x.detach(), math.inf, dtype=torch.float32)
             .abs()
             .view(torch.int32)
         )
 
-    def quantize(self, x: Tensor, top: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, amax_bits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a tensor as float8, scaled by a power of two, and the inverse scale.
 
         Args:
-            top: Bits of the largest magnitude in `x`, or in a matrix of which `x` is a part, from
-                `amax`.
+            amax_bits: Result of the method `amax_bits` for `x`, or for a matrix of which `x` is a
+                part.
             dtype: `forward` or `gradient`.
 
         Returns:
-            (float8 tensor, inverse scale float32[]). The inverse scale is NaN if `top` is not
+            (float8 tensor, inverse scale float32[]). The inverse scale is NaN if `amax_bits` is not
             finite.
         """
         if self.triton:
             from megaenc.model.fp8 import kernels
 
-            return kernels.quantize(x, top, dtype, max_value_bits(dtype))
-        # A power of two is (exponent + 127) << 23; if `top` has the larger mantissa, the
+            return kernels.quantize(x, amax_bits, dtype, max_value_bits(dtype))
+        # A power of two is (exponent + 127) << 23; if `amax_bits` has the larger mantissa, the
         # subtraction borrows from the exponent.
-        exponent = (max_value_bits(dtype) - top.clamp(min=_SMALLEST)) >> 23
+        exponent = (max_value_bits(dtype) - amax_bits.clamp(min=_SMALLEST)) >> 23
         scale = (127 + exponent) << 23
         inverse = (127 - exponent) << 23
-        inverse = torch.where(top < _INFINITE, inverse, _NAN)
+        inverse = torch.where(amax_bits < _INFINITE, inverse, _NAN)
         return (x.contiguous() * scale.view(torch.float32)).to(dtype), inverse.view(torch.float32)
 
     def transpose(self, x: Tensor) -> Tensor:
@@ -131,8 +131,8 @@ def rounding_error(dtype: torch.dtype) -> float:
     It bounds the root mean square of the relative error of numbers in the normal range.
     """
     # torch.finfo is wrong for float8_e5m2fnuz.
-    after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)
-    return (float(after_one) - 1) / 2 / math.sqrt(3)
+    next_value = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)
+    return (float(next_value) - 1) / 2 / math.sqrt(3)
 
 
 @functools.cache
@@ -153,14 +153,14 @@ def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
     plain = Float8Recipe(forward, wide if fp8_format == "hybrid" else forward)
     if backend.is_cpu:
         return plain
-    own = Float8Recipe(plain.forward, plain.gradient, triton=True)
-    if reason := _find_difference(own, plain, backend.device):
+    fused = Float8Recipe(plain.forward, plain.gradient, triton=True)
+    if reason := _find_difference(fused, plain, backend.device):
         print_rank_0(
             f"--fp8-format {fp8_format}: Triton kernels are not used to quantize ({reason}); "
             "torch's slower ones are"
         )
         return plain
-    return own
+    return fused
 
 
 def _select_types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch.dtype]:
@@ -188,7 +188,7 @@ def _select_types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch
     )
 
 
-def _find_difference(own: Float8Recipe, plain: Float8Recipe, device: torch.device) -> str:
+def _find_difference(fused: Float8Recipe, plain: Float8Recipe, device: torch.device) -> str:
     """Return a description of the first bitwise difference between two recipes.
 
     It may be an error; the text is empty if there is none.
@@ -199,20 +199,20 @@ def _find_difference(own: Float8Recipe, plain: Float8Recipe, device: torch.devic
             x = torch.randn(
                 TEST_ROWS, 3 * 208, dtype=dtype, device=device, generator=generator
             ).exp_()[:, 208:416]
-            tops = own.amax(x), plain.amax(x)
-            if not torch.equal(*tops):
+            amax_bits = fused.amax_bits(x), plain.amax_bits(x)
+            if not torch.equal(*amax_bits):
                 return f"the largest magnitude of {dtype} differs"
-            for to in {own.forward, own.gradient}:
-                mine, inverse = own.quantize(x, tops[1], to)
-                theirs, expected = plain.quantize(x, tops[1], to)
+            for to in {fused.forward, fused.gradient}:
+                fused_x8, fused_inverse = fused.quantize(x, amax_bits[1], to)
+                plain_x8, plain_inverse = plain.quantize(x, amax_bits[1], to)
                 if not (
-                    torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-                    and torch.equal(inverse, expected)
+                    torch.equal(fused_x8.view(torch.uint8), plain_x8.view(torch.uint8))
+                    and torch.equal(fused_inverse, plain_inverse)
                 ):
                     return f"{dtype} is rounded to {to} differently"
                 if not torch.equal(
-                    own.transpose(theirs).view(torch.uint8),
-                    plain.transpose(theirs).view(torch.uint8),
+                    fused.transpose(plain_x8).view(torch.uint8),
+                    plain.transpose(plain_x8).view(torch.uint8),
                 ):
                     return f"{to} is transposed differently"
     except Exception as error:  # compilers raise errors of many types

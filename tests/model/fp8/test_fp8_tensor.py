@@ -29,7 +29,7 @@ def kind(forward=OPEN[0], gradient=OPEN[1]):
 
 def scaled(x, dtype):
     """Return the float8 values of `x` and the scale that they are multiplied by."""
-    numbers, inverse = kind().quantize(x, kind().amax(x), dtype)
+    numbers, inverse = kind().quantize(x, kind().amax_bits(x), dtype)
     return numbers.float(), float(inverse)
 
 
@@ -86,8 +86,8 @@ def test_what_is_no_finite_number_makes_every_product_one(wrong):
     weight = torch.randn(16, 16)
     x[5, 6] = wrong
     f8 = kind()
-    x8, x_inverse = f8.quantize(x, f8.amax(x), f8.forward)
-    w8, w_inverse = f8.quantize(weight, f8.amax(weight), f8.forward)
+    x8, x_inverse = f8.quantize(x, f8.amax_bits(x), f8.forward)
+    w8, w_inverse = f8.quantize(weight, f8.amax_bits(weight), f8.forward)
     assert f8.matmul(x8, w8, x_inverse, w_inverse, torch.float32).isnan().all()
 
 
