@@ -97,14 +97,14 @@ class ModelFamily:
             actual = getattr(model, option.name)
             if actual != value and option.name not in options:
                 return text or f"--{option.name.replace('_', '-')} {actual}"
-        return self.layers.find_other_shape(model)
+        return self.layers.find_unsupported_shape(model)
 
     @property
     def options(self) -> set[str]:
         """Return the names of the fields of ModelConfig that this family does not fix.
 
         Fields without an effect on the weights are among them. A family may restrict values and
-        their combinations further (`find_other_shape` of its module).
+        their combinations further (`find_unsupported_shape` of its module).
         """
         free = {
             option.name for option in fields(ModelConfig) if option.metadata.get("weights") == "any"
@@ -291,8 +291,8 @@ def able_families(model: ModelConfig, attention: Attention) -> list[str]:
     """
     return [
         name
-        for name, other in FAMILIES.items()
-        if not other.export_as and not other.unsupported_feature(model, attention)
+        for name, family in FAMILIES.items()
+        if not family.export_as and not family.unsupported_feature(model, attention)
     ]
 
 
@@ -326,12 +326,12 @@ def build_export_config(
     """
     if missing := family.unsupported_feature(family.without_output_bias(model), attention):
         able = able_families(model, attention)
-        others = (
+        alternatives = (
             f"expected --as {' or '.join(able)}"
             if able
             else "no family here has all layers of this model"
         )
-        raise InputError(f"--as {family.model_type}: has no {missing}; {others}")
+        raise InputError(f"--as {family.model_type}: has no {missing}; {alternatives}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if family.is_encoder and tokenizer.mask_token_id is None:
@@ -384,15 +384,19 @@ def build_export_config(
     return CONFIG_MAPPING[family.export_family.model_type](**values)
 
 
-def _is_kept_id(name: str, came: Any, tokenizer: Any, vocab_size: int) -> bool:
+def _is_kept_id(name: str, source_value: Any, tokenizer: Any, vocab_size: int) -> bool:
     """Return whether an export keeps a source's special token id, or list of EOS ids.
 
     All ids must be in the vocabulary, and the tokenizer's token of that role, if any, among them.
     """
     role = getattr(tokenizer, name)
-    if came is None:
+    if source_value is None:
         return role is None
-    ids = came if isinstance(came, list) and name == "eos_token_id" else [came]
+    ids = (
+        source_value
+        if isinstance(source_value, list) and name == "eos_token_id"
+        else [source_value]
+    )
     in_vocabulary = all(type(token) is int and 0 <= token < vocab_size for token in ids)
     return in_vocabulary and (role is None or role in ids)
 
@@ -411,9 +415,9 @@ def describe_changed_fields(config: Any, source: dict[str, Any], tokenizer: Any)
     for name in SOURCE_FIELDS:
         if name not in source or not hasattr(config, name):
             continue
-        came = source[name]
+        source_value = source[name]
         value = getattr(config, name)
-        if value == came:
+        if value == source_value:
             continue
         is_role = value == getattr(tokenizer, name, None)
         reason = (
@@ -422,7 +426,7 @@ def describe_changed_fields(config: Any, source: dict[str, Any], tokenizer: Any)
             else f"which this {config.model_type} model cannot have"
         )
         lines.append(
-            f"config.json: {name} {json.dumps(value)} instead of the {json.dumps(came)} that came "
-            f"in, {reason}"
+            f"config.json: {name} {json.dumps(value)} instead of the {json.dumps(source_value)} "
+            f"that came in, {reason}"
         )
     return lines

@@ -11,7 +11,7 @@ from megaenc.convert.families.modernbert import (
     LAYER_TYPE_OPTIONS,
     LOCAL,
     check_activation,
-    find_other_activation,
+    find_unsupported_activation,
     layer_type_fields,
     read_layer_types,
     read_rotary_base,
@@ -40,12 +40,12 @@ FIXED = {
 }
 
 
-def find_other_shape(model: ModelConfig) -> str | None:
+def find_unsupported_shape(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that Gemma 3 lacks; None if it has all."""
     # transformers refuses it, whatever the width of a head.
     if model.hidden_size % model.num_attention_heads:
         return "heads whose number does not divide the hidden size"
-    return find_other_activation(model)
+    return find_unsupported_activation(model)
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ FIXED: dict[str, tuple[Any, str]] = {}
 default for errors."""
 
 
-def find_other_shape(model: ModelConfig) -> str | None:
+def find_unsupported_shape(model: ModelConfig) -> str | None:
     """Return None: these families have all shapes."""
     return None
 

@@ -51,7 +51,7 @@ FIXED = {
 }
 
 
-def find_other_shape(model: ModelConfig) -> str | None:
+def find_unsupported_shape(model: ModelConfig) -> str | None:
     """Return a feature of `model` that ModernBERT lacks, as text, else None.
 
     Its heads have keys and values of their own and divide the hidden size.
@@ -60,10 +60,10 @@ def find_other_shape(model: ModelConfig) -> str | None:
         return "queries that share keys and values"
     if model.query_size != model.hidden_size:
         return "heads of another width than --hidden-size / --num-attention-heads"
-    return find_other_activation(model)
+    return find_unsupported_activation(model)
 
 
-def find_other_activation(model: ModelConfig) -> str | None:
+def find_unsupported_activation(model: ModelConfig) -> str | None:
     """Return `--activation NAME` of `model` if transformers lacks it, else None.
 
     An activation of the same name that computes something else counts as lacking.
@@ -143,23 +143,23 @@ def read_layer_types(
     Raises:
         InputError: A kind is unknown, or the global layers are not every n-th up to the last one.
     """
-    if others := [kind for kind in kinds if kind not in (FULL, LOCAL)]:
+    if unknown_kinds := [kind for kind in kinds if kind not in (FULL, LOCAL)]:
         raise InputError(
-            f"{file}: field `layer_types`: found {shorten_repr(others[0])}, "
+            f"{file}: field `layer_types`: found {shorten_repr(unknown_kinds[0])}, "
             f"expected {FULL} or {LOCAL}"
         )
     if LOCAL not in kinds:
         return {"rotary_base": bases[FULL]}
     options = {"window_size": read_window(), "rotary_base": bases[FULL if FULL in kinds else LOCAL]}
-    global_layers = [number for number, kind in enumerate(kinds) if kind == FULL]
+    global_layers = [layer_index for layer_index, kind in enumerate(kinds) if kind == FULL]
     if not global_layers:
         return options
     first, second = (*global_layers, None)[:2]
     every = max(first + 1, len(kinds) - first) if second is None else second - first
     if global_layers != list(range(first, len(kinds), every)) or every < 2:
-        numbers = str(global_layers)[:60]
+        layers = str(global_layers)[:60]
         raise InputError(
-            f"{file}: field `layer_types`: found {FULL} in layers {numbers}, expected m, m + n, "
+            f"{file}: field `layer_types`: found {FULL} in layers {layers}, expected m, m + n, "
             "m + 2 n, ... to the last"
         )
     local_base = None if bases[LOCAL] == bases[FULL] else bases[LOCAL]

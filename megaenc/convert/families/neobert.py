@@ -45,11 +45,11 @@ OPTIONS = ("num_query_groups", "kv_channels", "ffn_hidden_size")
 FIXED = {"output_layer_bias": (True, "output layer without bias")}
 
 
-def find_other_shape(model: ModelConfig) -> str | None:
+def find_unsupported_shape(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that NeoBERT lacks; None if it has all."""
     if model.ffn_hidden_size % _MULTIPLE:
         return f"--ffn-hidden-size that is no multiple of {_MULTIPLE}"
-    return modernbert.find_other_shape(model)
+    return modernbert.find_unsupported_shape(model)
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
