@@ -67,7 +67,9 @@ class ExportProvenance:
         If none has it, it is the most frequent of all. Objectives with classes of their own are
         chosen only if no other predicts tokens.
         """
-        last = [one for one in self.last_objectives if not one.classes] or self.last_objectives
+        last = [
+            objective for objective in self.last_objectives if not objective.classes
+        ] or self.last_objectives
         return next((objective for objective in last if objective.attention == attention), last[0])
 
 
@@ -85,9 +87,9 @@ def last_objectives(schedule: Schedule, step: int, total_iters: int) -> tuple[Ob
     for phase in schedule.phases:
         start = max(phase.first_step, first)
         end = min(phase.last_step, last)
-        for choice, share in zip(phase.choices, phase.shares, strict=True):
+        for choice, fraction in zip(phase.choices, phase.fractions, strict=True):
             if start <= end:
-                steps[choice.text] += share * (end - start + 1)
+                steps[choice.text] += fraction * (end - start + 1)
                 objectives[choice.text] = phase.objective(choice, end)
     return tuple(objectives[text] for text, _ in steps.most_common())
 
@@ -101,8 +103,14 @@ def build_model_card(name: str, provenance: ExportProvenance, attention: Attenti
     """
     objective = provenance.select_objective(attention)
     causal = attention == Attention.CAUSAL
-    last = [(inline_code(one.describe(), cell=True), one) for one in provenance.last_objectives]
-    rows = "\n".join(f"| {name} | {one.attention} | {_format_label(one)} |" for name, one in last)
+    last = [
+        (inline_code(last_objective.describe(), cell=True), last_objective)
+        for last_objective in provenance.last_objectives
+    ]
+    rows = "\n".join(
+        f"| {name} | {last_objective.attention} | {_format_label(last_objective)} |"
+        for name, last_objective in last
+    )
     loader = (
         "megaenc's own NeoBERT" if provenance.architecture.startswith("NeoBERT") else "transformers"
     )
@@ -195,9 +203,9 @@ def read_last_metrics(directory: Path, step: int) -> dict[str, dict[str, Any]]:
     metrics = {"training": row} if row else {}
     row = _read_last_row(directory / VALIDATION_FILE, step)
     objectives = row.get("objectives")
-    for name, numbers in objectives.items() if isinstance(objectives, dict) else ():
-        if isinstance(numbers, dict):
-            metrics[f"held out, {inline_code(name, cell=True)}"] = {"step": row["step"], **numbers}
+    for name, values in objectives.items() if isinstance(objectives, dict) else ():
+        if isinstance(values, dict):
+            metrics[f"held out, {inline_code(name, cell=True)}"] = {"step": row["step"], **values}
     return metrics
 
 
@@ -221,11 +229,11 @@ def _format_metrics(provenance: ExportProvenance) -> str:
     if provenance.metrics:
         lines += ["## Figures", "", "| at step | of | loss | accuracy |", "|---|---|---|---|"]
         for name, row in provenance.metrics.items():
-            numbers = [
+            cells = [
                 f"{row[key]:.4g}" if isinstance(row.get(key), int | float) else ""
                 for key in ("loss", "accuracy")
             ]
-            lines.append(f"| {row['step']:,} | {name} | {' | '.join(numbers)} |")
+            lines.append(f"| {row['step']:,} | {name} | {' | '.join(cells)} |")
         lines.append("")
     known = [f"{provenance.parameters:,} parameters"] if provenance.parameters else []
     for name in ("data", "tokenizer"):
@@ -240,7 +248,7 @@ def _format_training(provenance: ExportProvenance) -> str:
     """Return the card's sentence about the schedule, steps and tokens."""
     if provenance.merge:
         merge = provenance.merge
-        names = [inline_code(one.describe()) for one in merge.checkpoints]
+        names = [inline_code(checkpoint.describe()) for checkpoint in merge.checkpoints]
         base = (
             f", relative to {inline_code(merge.base.label)} with density {merge.density:g}"
             if merge.base

@@ -143,7 +143,7 @@ def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> 
         first = max(phase.first_step, (config.start.branch_at or 0) + 1)
         last = phase.last_step
         if first <= last:
-            pairs = zip(phase.choices, phase.shares, strict=True)
+            pairs = zip(phase.choices, phase.fractions, strict=True)
             works = [
                 (
                     compute_objective_work(choice.start, choice.end, config, docs),

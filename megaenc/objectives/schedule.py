@@ -140,7 +140,7 @@ class Phase:
         return len(self.choices) if self.is_sum else 1
 
     @property
-    def shares(self) -> tuple[float, ...]:
+    def fractions(self) -> tuple[float, ...]:
         """Return the expected fraction of the phase's passes of each of `choices`.
 
         The fractions add up to 1; in a sum they are equal, whatever the weights.
@@ -363,19 +363,19 @@ def _compute_phase_ends(text: str, phases: tuple[ParsedPhase, ...], train_iters:
     Raises:
         InputError: The amounts do not fit the run.
     """
-    shares = isinstance(phases[0].amount, Fraction)
+    has_fractions = isinstance(phases[0].amount, Fraction)
     for phase in phases:
-        if isinstance(phase.amount, Fraction) != shares:
-            kinds = "steps after a share" if shares else "a share after steps"
+        if isinstance(phase.amount, Fraction) != has_fractions:
+            kinds = "steps after a share" if has_fractions else "a share after steps"
             raise build_error(
                 text,
                 phase.amount_text,
                 f"found {kinds}, expected one kind (shares have a point: 0.25, 1.0)",
             )
     # Shares as integer multiples of a common denominator: exact and fast sums.
-    denominator = math.lcm(*{phase.amount.denominator for phase in phases}) if shares else 1
+    denominator = math.lcm(*{phase.amount.denominator for phase in phases}) if has_fractions else 1
     totals = list(accumulate(int(phase.amount * denominator) for phase in phases))
-    expected = denominator if shares else train_iters
+    expected = denominator if has_fractions else train_iters
     if totals[-1] != expected:
         # The phase at which the sum exceeds the run, else the last one.
         culprit = next(
@@ -383,9 +383,9 @@ def _compute_phase_ends(text: str, phases: tuple[ParsedPhase, ...], train_iters:
             phases[-1],
         )
         kind, expected_text = (
-            ("shares", "1") if shares else ("steps", f"{train_iters}, the steps of the run")
+            ("shares", "1") if has_fractions else ("steps", f"{train_iters}, the steps of the run")
         )
-        if not shares and [phase.amount for phase in phases] == [1]:
+        if not has_fractions and [phase.amount for phase in phases] == [1]:
             expected_text += "; `1` is one step, write 1.0 for the whole run"
         # Sums of decimal fractions are finite.
         total_text = format((Decimal(totals[-1]) / denominator).normalize(), "f")
@@ -394,7 +394,7 @@ def _compute_phase_ends(text: str, phases: tuple[ParsedPhase, ...], train_iters:
         )
     ends = (
         [(2 * total * train_iters + denominator) // (2 * denominator) for total in totals]
-        if shares
+        if has_fractions
         else totals
     )
     for phase, (previous_end, end) in zip(phases, pairwise([0, *ends]), strict=True):
@@ -419,9 +419,11 @@ def _build_choices(
         _compute_integer_weights(text, phase), phase.components, strict=True
     ):
         start = end = _build_objective(text, parsed, vocabulary)
-        numbers = {field.name for field in start.options() if type(field.default) in (int, float)}
+        numeric_options = {
+            field.name for field in start.options() if type(field.default) in (int, float)
+        }
         for option in parsed.options:
-            if option.end and option.name not in numbers:
+            if option.end and option.name not in numeric_options:
                 complaint = (
                     f"{start.name}: option `{option.name}` is not a number and cannot change, "
                     "expected one value"

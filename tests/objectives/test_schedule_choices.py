@@ -138,7 +138,7 @@ def test_each_step_of_a_sum_trains_all_of_its_objectives():
     assert schedule.objectives(4) == ((1, schedule.objective(4)),)
     with pytest.raises(ValueError, match="step 1 trains sum"):
         schedule.objective(1)
-    assert schedule.phases[0].shares == (0.5, 0.5) and [
+    assert schedule.phases[0].fractions == (0.5, 0.5) and [
         phase.passes for phase in schedule.phases
     ] == [2, 1]
 
