@@ -242,8 +242,8 @@ class ModelConfig:
         A window is the number of tokens to each side that a token attends to.
         """
         return tuple(
-            None if number in self._global_layers else self.window_size
-            for number in range(self.num_layers)
+            None if layer_index in self._global_layers else self.window_size
+            for layer_index in range(self.num_layers)
         )
 
     @property

@@ -134,20 +134,20 @@ class Encoder(LanguageModule):
         if self.post_process:
             # `head` gathers the sequence before it selects positions, so that these layers are not
             # sequence parallel.
-            whole = dataclasses.replace(
+            head_config = dataclasses.replace(
                 config, sequence_parallel=False, gradient_accumulation_fusion=False
             )
             self.prediction_head = None
             if model.prediction_head:
                 self.prediction_head = PredictionHead(
-                    whole, ACTIVATIONS[model.activation].function, norm(config=whole)
+                    head_config, ACTIVATIONS[model.activation].function, norm(config=head_config)
                 )
             self.output_layer = OutputLayer(
                 config.hidden_size,
                 padded,
                 vocab_size,
                 self.fused,
-                config=whole,
+                config=head_config,
                 init_method=config.init_method,
                 bias=model.output_layer_bias,
                 # If tied, it is the embedding itself, or its copy on the last stage, which
@@ -341,8 +341,8 @@ class OutputLayer(ColumnParallelLinear):
     ):
         super().__init__(hidden_size, padded_vocab_size, **options)
         self.fused = fused
-        share = self.output_size_per_partition
-        self.vocab_columns = min(max(vocab_size - share * self.tp_group.rank(), 0), share)
+        local_rows = self.output_size_per_partition
+        self.vocab_columns = min(max(vocab_size - local_rows * self.tp_group.rank(), 0), local_rows)
 
     def forward(
         self,
@@ -361,7 +361,7 @@ class OutputLayer(ColumnParallelLinear):
         if predictions.labels is not None:
             # A tied weight also gets the embedding's gradient, which must not be mixed with an
             # empty one.
-            is_own = self.gradient_accumulation_fusion and weight is None
+            adds_to_main_grad = self.gradient_accumulation_fusion and weight is None
             weight = self.weight if weight is None else weight
             return linear_cross_entropy(
                 hidden_NH,
@@ -371,7 +371,7 @@ class OutputLayer(ColumnParallelLinear):
                 self.tp_group,
                 self.fused,
                 bias_V=self.bias,
-                main_grad_VH=weight.main_grad if is_own else None,
+                main_grad_VH=weight.main_grad if adds_to_main_grad else None,
             )
         logits_NV, _ = super().forward(hidden_NH, weight)
         logits_NV[:, self.vocab_columns :] = float("-inf")  # exclude padding from the softmax
@@ -438,8 +438,8 @@ def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, tor
     offset = encoder.decoder.layers[0].layer_number - 1 if len(encoder.decoder.layers) else 0
     for name, parameter in encoder.named_parameters():
         if name.startswith("decoder.layers."):
-            number, rest = name.removeprefix("decoder.layers.").split(".", 1)
-            name = f"decoder.layers.{int(number) + offset}.{rest}"
+            local_index, rest = name.removeprefix("decoder.layers.").split(".", 1)
+            name = f"decoder.layers.{int(local_index) + offset}.{rest}"
         elif name == "output_layer.weight" and encoder.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
         yield name, parameter

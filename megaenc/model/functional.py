@@ -70,10 +70,10 @@ class _RMSNorm(torch.autograd.Function):
         for part in row_slices(*x_RH.shape, _CACHE_ELEMENTS):
             if ctx.is_sum:
                 torch.add(addend_RH[part], residual_RH[part], out=x_RH[part])
-            numbers = x_RH[part].to(wide)
+            values = x_RH[part].to(wide)
             shrink = shrink_R1[part]
-            torch.mean(numbers.square(), -1, keepdim=True, out=shrink).add_(epsilon).rsqrt_()
-            torch.mul(numbers * shrink, scale, out=out_RH[part])
+            torch.mean(values.square(), -1, keepdim=True, out=shrink).add_(epsilon).rsqrt_()
+            torch.mul(values * shrink, scale, out=out_RH[part])
         ctx.save_for_backward(x_RH, shrink_R1, weight)
         out = out_RH.view(x.shape)
         return (x_RH.view(x.shape), out) if ctx.is_sum else out

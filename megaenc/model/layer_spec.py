@@ -178,25 +178,25 @@ def build_block_spec(
             predicted positions if `layout.selects_rows`.
     """
     first = get_transformer_layer_offset(config, chunk)
-    numbers = range(first, first + get_num_layers_to_build(config, chunk))
+    layer_indices = range(first, first + get_num_layers_to_build(config, chunk))
     recompute_activation = "activation" in layout.selected_recompute_modules
     layers = []
-    for number in numbers:
-        is_last = number == numbers[-1]
+    for layer_index in layer_indices:
+        is_last = layer_index == layer_indices[-1]
         options = {"is_last": is_last, "selects_rows": is_last and has_head and layout.selects_rows}
         options["recompute_activation"] = recompute_activation
         options |= {
             "output_dropout": model.attention_output_dropout,
             "fused_dropout": fused.dropout,
         }
-        layers.append(_build_layer_spec(model, config, number, kernels, fused, options))
+        layers.append(_build_layer_spec(model, config, layer_index, kernels, fused, options))
     return TransformerBlockSubmodules(layers, layer_norm=select_norm(model, kernels, fused))
 
 
 def _build_layer_spec(
     model: ModelConfig,
     config: TransformerConfig,
-    number: int,
+    layer_index: int,
     kernels: KernelConfig,
     fused: FusedKernels,
     options: dict[str, Any],
@@ -204,7 +204,7 @@ def _build_layer_spec(
     """Return the spec of one layer.
 
     Args:
-        number: Number of the layer in the whole model, from 0.
+        layer_index: Index of the layer in the whole model, from 0.
         options: Arguments of EncoderLayer.
     """
     norm = select_norm(model, kernels, fused)
@@ -218,7 +218,7 @@ def _build_layer_spec(
     else:
         column_parallel = ColumnParallelLinear
         row_parallel = RowParallelLinear
-    attention = {"backend": kernels.attention_backend, "window": model.layer_windows[number]}
+    attention = {"backend": kernels.attention_backend, "window": model.layer_windows[layer_index]}
     attention["selects_rows"] = options["selects_rows"]
     add = (
         ModuleSpec(module=PostNorm, params={"norm": norm, "config": config})
@@ -233,7 +233,7 @@ def _build_layer_spec(
         module=EncoderLayer,
         params=options,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if model.embedding_norm and number == 0 else norm,
+            input_layernorm=IdentityOp if model.embedding_norm and layer_index == 0 else norm,
             self_attention=ModuleSpec(
                 module=PackedSelfAttention,
                 # SelfAttention passes it to the core attention, which takes the mask from the batch

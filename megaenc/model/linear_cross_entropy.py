@@ -191,13 +191,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             soft_labels = [tensor_NK[part] for tensor_NK in predictions.soft_labels or ()]
             product = (hidden_nH, weight_UH.t())
             logits_nU = torch.mm(*product) if bias_U is None else torch.addmm(bias_U, *product)
-            own_4n = softmax_statistics(logits_nU, labels_n, first, columns, *soft_labels)
-            top_n, sum_n, target_n, token_n = _gather_statistics(own_4n, options.group)
-            losses_N[part] = sum_n.log() + top_n - target_n
+            local_4n = softmax_statistics(logits_nU, labels_n, first, columns, *soft_labels)
+            highest_n, sum_n, target_n, token_n = _gather_statistics(local_4n, options.group)
+            losses_N[part] = sum_n.log() + highest_n - target_n
             correct += (token_n == labels_n).sum()
             if train:
                 error_nU = logits_to_gradient_(
-                    logits_nU, labels_n, top_n, sum_n, first, columns, *soft_labels
+                    logits_nU, labels_n, highest_n, sum_n, first, columns, *soft_labels
                 )
                 if weights_N is not None:
                     error_nU *= weights_N[part, None]
@@ -270,12 +270,12 @@ def _softmax_statistics(
     # Not -inf: a rank may have only padding.
     lowest = max(torch.finfo(dtype).min for dtype in (logits_nV.dtype, torch.float32))
     logits_nV[:, columns:].fill_(lowest)
-    at_nK, own_nK = _label_columns(
+    column_nK, is_local_nK = _label_columns(
         logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns
     )
-    scores_nK = logits_nV.gather(1, at_nK).float()
+    scores_nK = logits_nV.gather(1, column_nK).float()
     scores_nK = scores_nK if probabilities_nK is None else scores_nK * probabilities_nK
-    target_n = torch.where(own_nK, scores_nK, 0.0).sum(dim=1)
+    target_n = torch.where(is_local_nK, scores_nK, 0.0).sum(dim=1)
     label_n1, _ = _label_columns(logits_nV, labels_n[:, None], first, columns)
     statistics = []
     for piece in _row_chunks(logits_nV):
@@ -287,8 +287,8 @@ def _softmax_statistics(
         ).float()
         highest = scores.amax(1)
         # The probability of the highest score is 1 / sum.
-        largest_share = torch.softmax(scores, 1, out=scores).amax(1)
-        statistics.append(torch.stack([highest, 1 / largest_share, token + first]))
+        largest_probability = torch.softmax(scores, 1, out=scores).amax(1)
+        statistics.append(torch.stack([highest, 1 / largest_probability, token + first]))
     highest_n, sum_n, token_n = torch.cat(statistics, dim=1)
     return torch.stack([highest_n, sum_n, target_n, token_n])
 
@@ -299,10 +299,10 @@ def _label_if_likeliest(scores_pV: Tensor, label_p1: Tensor, lowest: float) -> T
     The columns are int64[p]. The likeliest is the first with the highest score.
     """
     score_p1 = scores_pV.gather(1, label_p1)
-    others_p1 = scores_pV.scatter_(1, label_p1, lowest).amax(1, keepdim=True)
+    highest_other_p1 = scores_pV.scatter_(1, label_p1, lowest).amax(1, keepdim=True)
     scores_pV.scatter_(1, label_p1, score_p1)
-    column = torch.where(score_p1 > others_p1, label_p1, (label_p1 == 0).long())[:, 0]
-    ties = (score_p1 == others_p1).nonzero()[:, 0]
+    column = torch.where(score_p1 > highest_other_p1, label_p1, (label_p1 == 0).long())[:, 0]
+    ties = (score_p1 == highest_other_p1).nonzero()[:, 0]
     column[ties] = scores_pV[ties].argmax(1)
     return column
 
@@ -310,7 +310,7 @@ def _label_if_likeliest(scores_pV: Tensor, label_p1: Tensor, lowest: float) -> T
 def _logits_to_gradient_(
     logits_nV: Tensor,
     labels_n: Tensor,
-    top_n: Tensor,
+    highest_n: Tensor,
     sum_n: Tensor,
     first: int,
     columns: int,
@@ -322,20 +322,26 @@ def _logits_to_gradient_(
     It does what `kernels.cross_entropy.logits_to_gradient_` does. `_softmax_statistics` must have
     been called on the logits, with the same labels.
     """
-    at_nK, own_nK = _label_columns(
+    column_nK, is_local_nK = _label_columns(
         logits_nV, labels_n[:, None] if ids_nK is None else ids_nK, first, columns
     )
     hit_nK = (
-        own_nK.float() if probabilities_nK is None else torch.where(own_nK, probabilities_nK, 0.0)
+        is_local_nK.float()
+        if probabilities_nK is None
+        else torch.where(is_local_nK, probabilities_nK, 0.0)
     )
     for piece in _row_chunks(logits_nV):
         scores = logits_nV[piece].to(torch.float32, copy=True)
         highest_p1 = scores.amax(1, keepdim=True)
-        shares = torch.softmax(scores, 1, out=scores)  # of this rank's vocabulary; faster than exp
-        scale_p1 = (highest_p1 - top_n[piece, None]).exp() / (
-            sum_n[piece, None] * shares.amax(1, keepdim=True)
+        probabilities = torch.softmax(
+            scores, 1, out=scores
+        )  # of this rank's vocabulary; faster than exp
+        scale_p1 = (highest_p1 - highest_n[piece, None]).exp() / (
+            sum_n[piece, None] * probabilities.amax(1, keepdim=True)
         )
-        logits_nV[piece] = shares.mul_(scale_p1).scatter_add_(1, at_nK[piece], -hit_nK[piece])
+        logits_nV[piece] = probabilities.mul_(scale_p1).scatter_add_(
+            1, column_nK[piece], -hit_nK[piece]
+        )
     return logits_nV
 
 
@@ -347,8 +353,8 @@ def _label_columns(
     Returns:
         (columns int64[n, K], clamped; bool[n, K], whether this rank has the label).
     """
-    own_nK = (ids_nK >= first) & (ids_nK < first + columns)
-    return (ids_nK - first).clamp(0, logits_nV.size(1) - 1), own_nK
+    is_local_nK = (ids_nK >= first) & (ids_nK < first + columns)
+    return (ids_nK - first).clamp(0, logits_nV.size(1) - 1), is_local_nK
 
 
 def _row_chunks(logits_nV: Tensor) -> Iterator[slice]:
@@ -370,29 +376,29 @@ def _is_on_host(x: Tensor) -> bool:
     return x.is_cpu
 
 
-def _gather_statistics(own_4n: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def _gather_statistics(local_4n: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Gather the softmax statistics of all ranks and combine them.
 
     The result is that of `combine_statistics`.
     """
     if group.size() == 1:
-        return own_4n.unbind()
-    all_R4n = own_4n.new_empty(group.size(), *own_4n.shape)
-    dist.all_gather_into_tensor(all_R4n.flatten(0, 1), own_4n, group=group)
-    return combine_statistics(all_R4n)
+        return local_4n.unbind()
+    ranks_R4n = local_4n.new_empty(group.size(), *local_4n.shape)
+    dist.all_gather_into_tensor(ranks_R4n.flatten(0, 1), local_4n, group=group)
+    return combine_statistics(ranks_R4n)
 
 
-def combine_statistics(all_R4n: Tensor) -> tuple[Tensor, ...]:
+def combine_statistics(ranks_R4n: Tensor) -> tuple[Tensor, ...]:
     """Return the softmax statistics of the vocabulary from those of its parts.
 
     Args:
-        all_R4n: float32[R, 4, n], statistics of the parts of R ranks.
+        ranks_R4n: float32[R, 4, n], statistics of the parts of R ranks.
 
     Returns:
         (highest score, sum of exp(score - highest), label's score, likeliest token), float32[n]
         each. The token is the lowest id on a tie, exact below 2^24.
     """
-    highest_Rn, sum_Rn, target_Rn, token_Rn = all_R4n.unbind(1)
-    top_n = highest_Rn.amax(0)
-    token_n = torch.where(highest_Rn == top_n, token_Rn, float("inf")).amin(0)
-    return top_n, (sum_Rn * (highest_Rn - top_n).exp()).sum(0), target_Rn.sum(0), token_n
+    highest_Rn, sum_Rn, target_Rn, token_Rn = ranks_R4n.unbind(1)
+    highest_n = highest_Rn.amax(0)
+    token_n = torch.where(highest_Rn == highest_n, token_Rn, float("inf")).amin(0)
+    return highest_n, (sum_Rn * (highest_Rn - highest_n).exp()).sum(0), target_Rn.sum(0), token_n

@@ -73,9 +73,9 @@ class PackedSequences(PackedSeqParams):
     """data that an attention backend derives once for all layers"""
 
     @classmethod
-    def from_edges(
+    def from_cu_seqlens(
         cls,
-        edges: list[int],
+        cu_seqlens: list[int],
         attention: Attention,
         device: torch.device,
         prefixes: np.ndarray | None = None,
@@ -83,13 +83,13 @@ class PackedSequences(PackedSeqParams):
         """Return the PackedSequences of a pack, without rotary positions and dropout.
 
         Args:
-            edges: Document boundaries, increasing from 0 to the number of tokens.
+            cu_seqlens: Document boundaries, increasing from 0 to the number of tokens.
             prefixes: Prefix length of each document under prefix attention, else None.
 
         Raises:
             ValueError: `prefixes` do not fit the attention or the documents.
         """
-        lengths = np.diff(np.array(edges, dtype=np.int64))
+        lengths = np.diff(np.array(cu_seqlens, dtype=np.int64))
         if (prefixes is None) == (attention == Attention.PREFIX):
             raise ValueError(
                 f"{attention} attention: found prefixes {prefixes}, "
@@ -102,16 +102,16 @@ class PackedSequences(PackedSeqParams):
                 f"prefixes: found {prefixes}, expected for each document at most its length, "
                 f"{lengths}"
             )
-        cu_seqlens = copy_to_device(torch.tensor(edges, dtype=torch.int32), device)
+        device_cu_seqlens = copy_to_device(torch.tensor(cu_seqlens, dtype=torch.int32), device)
         longest = int(lengths.max())
         return cls(
             qkv_format="sbhd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q=device_cu_seqlens,
+            cu_seqlens_kv=device_cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             attention=attention,
-            documents=list(pairwise(edges)),
+            documents=list(pairwise(cu_seqlens)),
             prefixes=[] if prefixes is None else prefixes.tolist(),
             prefix_rows=None
             if prefixes is None

@@ -173,7 +173,7 @@ def build_micro_batch(
     prefixes = [target.prefixes for target in targets if target.prefixes is not None]
     if objective.attention == Attention.PREFIX:
         prefixes.append(np.zeros(fill_documents, dtype=np.int64))
-    packing = PackedSequences.from_edges(
+    packing = PackedSequences.from_cu_seqlens(
         cu_seqlens, objective.attention, device, np.concatenate(prefixes) if prefixes else None
     )
     if dropout:

@@ -191,7 +191,7 @@ def test_layers_keep_what_autograd_saves_of_them(shape, dtype, modules):
     results = []
     for layer in encoder.decoder.layers:
         layer.register_forward_hook(lambda *_: results.append(sum(saved.values())))
-    packing = PackedSequences.from_edges(
+    packing = PackedSequences.from_cu_seqlens(
         [0, 100, 256], Attention.BIDIRECTIONAL, torch.device("cpu")
     )
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

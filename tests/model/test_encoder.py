@@ -16,7 +16,7 @@ from megaenc.objectives import Attention
 TINY = ModelConfig(
     num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2
 )
-EDGES = [0, 5, 6, 20, 32]
+CU_SEQLENS = [0, 5, 6, 20, 32]
 PREFIXES = [
     2,
     0,
@@ -35,13 +35,15 @@ def build(vocab_size=100, seed=3, shape=TINY, length=32):
 def packing(attention, prefixes):
     from megaenc.model.packed_sequences import PackedSequences
 
-    return PackedSequences.from_edges(EDGES, attention, torch.device("cpu"), prefixes)
+    return PackedSequences.from_cu_seqlens(CU_SEQLENS, attention, torch.device("cpu"), prefixes)
 
 
 def forward(encoder, tokens, attention, predict_at=None, labels=None):
     from megaenc.model.linear_cross_entropy import Predictions
 
-    positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])
+    positions = torch.cat(
+        [torch.arange(stop - start) for start, stop in itertools.pairwise(CU_SEQLENS)]
+    )
     prefixes = np.array(PREFIXES) if attention == Attention.PREFIX else None
     return encoder(
         tokens[None], positions, packing(attention, prefixes), Predictions(predict_at, labels)
@@ -50,9 +52,9 @@ def forward(encoder, tokens, attention, predict_at=None, labels=None):
 
 def sees(attention, at, other):
     """Return whether position `at` may look at position `other`."""
-    document = sum(edge <= at for edge in EDGES) - 1
-    start = EDGES[document]
-    stop = EDGES[document + 1]
+    document = sum(edge <= at for edge in CU_SEQLENS) - 1
+    start = CU_SEQLENS[document]
+    stop = CU_SEQLENS[document + 1]
     if not start <= other < stop:
         return False
     both_in_prefix = max(at, other) < start + PREFIXES[document]

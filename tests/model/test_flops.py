@@ -16,7 +16,7 @@ from megaenc.objectives import Attention
 SHAPE = ModelConfig(
     num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2
 )
-EDGES = [0, 5, 6, 20, 32]
+CU_SEQLENS = [0, 5, 6, 20, 32]
 PREFIXES = [2, 0, 13, 4]
 VOCABULARY = 128  # what a rank's share is padded to
 IN_PLACE = {
@@ -31,9 +31,11 @@ def executed(attention, predict_at, shape=SHAPE, classes=0):
     from megaenc.model.packed_sequences import PackedSequences
 
     encoder = build_encoder(shape, VOCABULARY, 32, ParallelConfig(), torch.float32, seed=3)
-    positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])
+    positions = torch.cat(
+        [torch.arange(stop - start) for start, stop in itertools.pairwise(CU_SEQLENS)]
+    )
     prefixes = np.array(PREFIXES) if attention == Attention.PREFIX else None
-    packing = PackedSequences.from_edges(EDGES, attention, torch.device("cpu"), prefixes)
+    packing = PackedSequences.from_cu_seqlens(CU_SEQLENS, attention, torch.device("cpu"), prefixes)
     with (
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter,

@@ -82,7 +82,7 @@ def test_fewer_activations_are_kept(way, one_process):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            packing = PackedSequences.from_edges(
+            packing = PackedSequences.from_cu_seqlens(
                 [0, 256], Attention.BIDIRECTIONAL, one_process.device, None
             )
             logits = encoder(

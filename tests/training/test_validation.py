@@ -176,7 +176,7 @@ def exact_loss(encoder, packs, samples, vocabulary, shift):
     for pack in map(packs.__getitem__, range(samples)):
         for start, end in itertools.pairwise(pack.cu_seqlens.tolist()):
             document = torch.from_numpy(pack.tokens[start:end])
-            packing = PackedSequences.from_edges(
+            packing = PackedSequences.from_cu_seqlens(
                 [0, len(document)], Attention.BIDIRECTIONAL, torch.device("cpu")
             )
             for token_index, token in enumerate(document.tolist()):

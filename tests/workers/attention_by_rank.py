@@ -20,7 +20,7 @@ if __name__ == "__main__":
     def compute_attention(name, q, k, v, packing, scale=None, window=None):
         """Compute every backend as `sdpa`, `flash` without masks on the last rank."""
         if name == "flash" and get_rank() == get_world_size() - 1:
-            packing = type(packing).from_edges(
+            packing = type(packing).from_cu_seqlens(
                 packing.cu_seqlens_q.tolist(), Attention.BIDIRECTIONAL, q.device
             )
         return real_attention("sdpa", q, k, v, packing, scale, window=window)

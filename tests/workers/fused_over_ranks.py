@@ -25,7 +25,7 @@ def main() -> None:
     def outcome(kernels: KernelConfig, **options: str | bool) -> tuple[bool, list[torch.Tensor]]:
         shape = ModelConfig(2, 48, 80, 4, 2, **options)
         encoder = build_encoder(shape, 150, 32, layout, torch.float32, seed=3, kernels=kernels)
-        packing = PackedSequences.from_edges(
+        packing = PackedSequences.from_cu_seqlens(
             [0, 5, 32], Attention.BIDIRECTIONAL, torch.device("cpu")
         )
         loss, correct = encoder(

@@ -145,9 +145,9 @@ def flash_attn_versions(device: torch.device) -> list[int]:
     """
     versions = _installed_flash_versions()
     return [
-        number
-        for number in versions
-        if number not in _excluded_versions and not _unsupported_reason(number, device)
+        version
+        for version in versions
+        if version not in _excluded_versions and not _unsupported_reason(version, device)
     ]
 
 
@@ -270,27 +270,36 @@ def _attend_packed(
 
     The two calls attend within prefixes, and causally for the rest.
     """
-    every = packing.cu_seqlens_kv
+    cu_seqlens = packing.cu_seqlens_kv
     longest = packing.max_seqlen_kv
     kernel = functools.partial(kernel, scale=scale, window=-1 if window is None else window)
     if packing.attention != Attention.PREFIX:
         return kernel(
-            q, k, v, every, every, longest, longest, causal=packing.attention == Attention.CAUSAL
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            causal=packing.attention == Attention.CAUSAL,
         )
     rows = packing.prefix_rows
     out = torch.empty_like(q)
     if rows.prefix.numel():
         prefixes = rows.cu_seqlens_prefix
-        most = rows.longest_prefix
+        longest_prefix = rows.longest_prefix
         inside = (x.index_select(0, rows.prefix) for x in (q, k, v))
         out = out.index_copy(
-            0, rows.prefix, kernel(*inside, prefixes, prefixes, most, most, causal=False)
+            0,
+            rows.prefix,
+            kernel(*inside, prefixes, prefixes, longest_prefix, longest_prefix, causal=False),
         )
     if not rows.suffix.numel():
         return out
     after = q.index_select(0, rows.suffix)
     after = kernel(
-        after, k, v, rows.cu_seqlens_suffix, every, rows.longest_suffix, longest, causal=True
+        after, k, v, rows.cu_seqlens_suffix, cu_seqlens, rows.longest_suffix, longest, causal=True
     )
     return out.index_copy(0, rows.suffix, after)
 

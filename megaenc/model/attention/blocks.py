@@ -87,8 +87,8 @@ def _build_mask(packing: PackedSequences, tokens: int, block: int, window: int) 
     # Document of each key, from the padding before the first key on.
     document = np.full(blocks * block + 2 * window, -1, dtype=np.int32)
     prefix_end = np.zeros(blocks * block, dtype=np.int32)
-    for number, (start, prefix, stop) in enumerate(packing.spans()):
-        document[window + start : window + stop] = number
+    for document_index, (start, prefix, stop) in enumerate(packing.spans()):
+        document[window + start : window + stop] = document_index
         prefix_end[start:stop] = prefix
     same = document[window + query] == document[window + key]
     ahead = (query < prefix_end[query]) & (key < prefix_end[query])  # both in the prefix

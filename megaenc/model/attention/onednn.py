@@ -28,7 +28,7 @@ _ALIGNMENT = 32
 _SHORT = 16
 _SHORT_ALIGNMENT = 8
 _QUERY_BLOCK = 256  # queries that share keys under a causal mask or a window
-_SCORES_AT_ONCE = 2**21
+_MAX_SCORES = 2**21
 _precision_lock = threading.Lock()
 _precision_users = [0]
 
@@ -177,7 +177,7 @@ def _split_queries(
         window: Tokens to each side that are attended to; None: all.
         build_mask: `_build_mask`, cached.
     """
-    rows = max(_ALIGNMENT, _SCORES_AT_ONCE // (repeats * size) // _ALIGNMENT * _ALIGNMENT)
+    rows = max(_ALIGNMENT, _MAX_SCORES // (repeats * size) // _ALIGNMENT * _ALIGNMENT)
     if prefix < length or window is not None:
         rows = min(rows, _QUERY_BLOCK)
     for begin in range(0, size, rows):
@@ -280,12 +280,12 @@ class _Products:
 
     @classmethod
     def of_batch(cls, layout: PackLayout, batch: DocumentBatch) -> Iterator["_Products"]:
-        """Yield the products of a batch of documents, about _SCORES_AT_ONCE scores each."""
+        """Yield the products of a batch of documents, about _MAX_SCORES scores each."""
         for block in batch.blocks:
             queries = slice(*(layout.repeats * end for end in block.queries))
             keys = slice(*block.keys)
             step = max(
-                1, _SCORES_AT_ONCE // ((queries.stop - queries.start) * (keys.stop - keys.start))
+                1, _MAX_SCORES // ((queries.stop - queries.start) * (keys.stop - keys.start))
             )
             for group in range(0, batch.count * layout.groups, step):
                 yield cls(block, slice(group, group + step), queries, keys)
@@ -417,15 +417,15 @@ class _Attention(torch.autograd.Function):
             dv = dv_rows if is_single else torch.zeros(dv_rows.shape)
             for part in _Products.of_batch(layout, batch):
                 probabilities = part.restore_probabilities(next(kept), q_rows, k_rows, scale)
-                at_queries = (part.groups, part.queries)
-                q_part = q_rows[at_queries]
-                g_part = g_rows[at_queries]
-                dq_part = dq_rows[at_queries]
-                at_keys = (part.groups, part.keys)
-                k_part = k_rows[at_keys]
-                v_part = v_rows[at_keys]
-                dk_part = dk[at_keys]
-                dv_part = dv[at_keys]
+                query_rows = (part.groups, part.queries)
+                q_part = q_rows[query_rows]
+                g_part = g_rows[query_rows]
+                dq_part = dq_rows[query_rows]
+                key_rows = (part.groups, part.keys)
+                k_part = k_rows[key_rows]
+                v_part = v_rows[key_rows]
+                dk_part = dk[key_rows]
+                dv_part = dv[key_rows]
                 scores = torch.bmm(g_part, v_part.mT)
                 torch._softmax_backward_data(scores, probabilities, -1, dtype, grad_input=scores)
                 torch.baddbmm(dq_part, scores, k_part, beta=0, alpha=scale, out=dq_part)

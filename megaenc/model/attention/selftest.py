@@ -40,7 +40,7 @@ class TrialPack:
     prefixes: tuple[int, ...]  # part of a document, most of it, none, all but one token, all
 
     @property
-    def edges(self) -> list[int]:
+    def cu_seqlens(self) -> list[int]:
         """Return the document boundaries as token positions.
 
         They go from 0 to the number of tokens.
@@ -214,8 +214,8 @@ def _compare_with_reference(
 
     The change of each result if other documents change is compared, too.
     """
-    packing = PackedSequences.from_edges(
-        pack.edges, mask, device, np.array(pack.prefixes) if mask == Attention.PREFIX else None
+    packing = PackedSequences.from_cu_seqlens(
+        pack.cu_seqlens, mask, device, np.array(pack.prefixes) if mask == Attention.PREFIX else None
     )
     references = reference_attention(*(x.float() for x in inputs), packing.spans(), window)
     results = _run_backend(name, inputs, packing, window, device)

@@ -32,15 +32,15 @@ def cross_entropy_statistics_kernel(
         # Loaded including the padding, to a round number: vectorized for every vocabulary size.
         scores = tl.load(row_logits + column, mask=column < width, other=0.0).to(tl.float32)
         scores = tl.where(column < columns, scores, float("-inf"))
-        top = tl.max(scores, axis=0)
-        likeliest = tl.min(tl.where(scores == top, column, NO_TOKEN), axis=0)
-        token = tl.where(top > highest, likeliest, token)
+        block_highest = tl.max(scores, axis=0)
+        likeliest = tl.min(tl.where(scores == block_highest, column, NO_TOKEN), axis=0)
+        token = tl.where(block_highest > highest, likeliest, token)
         before = highest
-        highest = tl.maximum(highest, top)
+        highest = tl.maximum(highest, block_highest)
         total = total * tl.exp(before - highest) + tl.sum(tl.exp(scores - highest), axis=0)
-    at = tl.load(labels + row) - first
-    own = (at >= 0) & (at < columns)
-    target = tl.load(row_logits + at, mask=own, other=0.0).to(tl.float32)
+    label_column = tl.load(labels + row) - first
+    is_local = (label_column >= 0) & (label_column < columns)
+    target = tl.load(row_logits + label_column, mask=is_local, other=0.0).to(tl.float32)
     tl.store(out + row, highest)
     tl.store(out + rows + row, total)
     tl.store(out + 2 * rows + row, target)
@@ -49,7 +49,7 @@ def cross_entropy_statistics_kernel(
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE)
 def cross_entropy_gradient_kernel(
-    logits, labels, top, total, stride, first, columns, width, COLUMNS: tl.constexpr
+    logits, labels, highest, total, stride, first, columns, width, COLUMNS: tl.constexpr
 ):
     """Overwrite COLUMNS logits of one row per program by the loss's gradient.
 
@@ -60,9 +60,9 @@ def cross_entropy_gradient_kernel(
     pointers = logits + row * stride + column
     scores = tl.load(pointers, mask=column < width, other=0.0).to(tl.float32)
     scores = tl.where(column < columns, scores, float("-inf"))
-    probability = tl.exp(scores - tl.load(top + row)) / tl.load(total + row)
-    at = tl.load(labels + row) - first
-    error = tl.where((column == at) & (column < columns), probability - 1.0, probability)
+    probability = tl.exp(scores - tl.load(highest + row)) / tl.load(total + row)
+    label_column = tl.load(labels + row) - first
+    error = tl.where((column == label_column) & (column < columns), probability - 1.0, probability)
     tl.store(pointers, error.to(logits.dtype.element_ty), mask=column < width)
 
 
@@ -99,15 +99,15 @@ def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns:
 
 
 def logits_to_gradient_(
-    logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int
+    logits_nV: Tensor, labels_n: Tensor, highest_n: Tensor, sum_n: Tensor, first: int, columns: int
 ) -> Tensor:
     """Overwrite logits by the gradient of each row's loss, and return them.
 
-    The gradient is exp(score - top) / sum, minus 1 at the label, and 0 in padding.
+    The gradient is exp(score - highest) / sum, minus 1 at the label, and 0 in padding.
 
     Args:
-        top_n: Highest scores in the whole vocabulary.
-        sum_n: Sums of exp(score - top) over the whole vocabulary.
+        highest_n: Highest scores in the whole vocabulary.
+        sum_n: Sums of exp(score - highest) over the whole vocabulary.
         first: As for `softmax_statistics`.
         columns: As for `softmax_statistics`.
     """
@@ -118,7 +118,7 @@ def logits_to_gradient_(
         cross_entropy_gradient_kernel[programs](
             logits_nV,
             labels_n,
-            top_n,
+            highest_n,
             sum_n,
             logits_nV.stride(0),
             first,

@@ -17,7 +17,7 @@ DO_NOT_SPECIALIZE = (
     "first",
     "columns",
     "labels",
-    "top",
+    "highest",
     "total",
 )
 """Kernel arguments that vary between micro-batches or ranks and do not affect vectorized loads.

@@ -174,10 +174,10 @@ def _check_norm(draw: _RandomTensors, widths: LayerWidths, kernel: str) -> Itera
         return F.layer_norm(x, weight.shape, weight, None, 1e-5)
 
     # Each program of the backward kernel iterates more than once.
-    several = 2 * resident_programs(draw.device) + 3
+    many_rows = 2 * resident_programs(draw.device) + 3
     for shape in (
         (5, 1, widths.hidden),
-        (several, 1, 1728),
+        (many_rows, 1, 1728),
         (67, 1, 3, widths.head),
         (1, 1, 96),
         (200, 33),
@@ -299,7 +299,7 @@ def _check_dropout(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compar
 def _check_loss(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Comparison]:
     """Yield comparisons of the cross-entropy kernels with torch's.
 
-    The vocabulary is split over three shares, of which the last has only padding.
+    The vocabulary is split over three parts, of which the last has only padding.
     """
     from megaenc.model.kernels.cross_entropy import logits_to_gradient_, softmax_statistics
     from megaenc.model.linear_cross_entropy import combine_statistics
@@ -321,16 +321,16 @@ def _check_loss(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compariso
         ids = torch.arange(width + columns, device=exact.device)
         likeliest = ids.where(exact == exact.amax(1, keepdim=True), width + columns).amin(1)
         padded = torch.cat([scores, draw(rows, 2 * width - columns).detach().abs() + 1000], 1)
-        shares = list(
+        parts = list(
             zip(padded.split(width, 1), (0, width, 2 * width), (width, columns, 0), strict=True)
         )
-        shares = [(logits.contiguous(), first, columns) for logits, first, columns in shares]
-        top, total, target, token = combine_statistics(
-            torch.stack([softmax_statistics(logits, labels, *share) for logits, *share in shares])
+        parts = [(logits.contiguous(), first, columns) for logits, first, columns in parts]
+        highest, total, target, token = combine_statistics(
+            torch.stack([softmax_statistics(logits, labels, *part) for logits, *part in parts])
         )
         yield (
             "the loss",
-            total.log() + top - target,
+            total.log() + highest - target,
             F.cross_entropy(exact, labels, reduction="none"),
         )
         yield (
@@ -339,7 +339,7 @@ def _check_loss(draw: _RandomTensors, widths: LayerWidths) -> Iterator[Compariso
             torch.zeros(rows, dtype=torch.float64, device=exact.device),
         )
         actual = torch.cat(
-            [logits_to_gradient_(logits, labels, top, total, *share) for logits, *share in shares],
+            [logits_to_gradient_(logits, labels, highest, total, *part) for logits, *part in parts],
             1,
         )
         expected = exact.softmax(1) - F.one_hot(labels, width + columns)

@@ -30,7 +30,9 @@ WAYS = (
 def packing(attention, lengths=LENGTHS, prefixes=None):
     from megaenc.model.packed_sequences import PackedSequences
 
-    return PackedSequences.from_edges([0, *np.cumsum(lengths).tolist()], attention, HOST, prefixes)
+    return PackedSequences.from_cu_seqlens(
+        [0, *np.cumsum(lengths).tolist()], attention, HOST, prefixes
+    )
 
 
 def numbers(heads, groups, width, lengths=LENGTHS):
@@ -289,7 +291,7 @@ def long_documents(monkeypatch):
     [
         ((6, 2, 10), {}),
         ((3, 1, 7), {"_QUERY_BLOCK": 64, "KEPT_KEYS": 128}),
-        ((6, 2, 10), {"_SCORES_AT_ONCE": 2**14, "KEPT_KEYS": 0}),
+        ((6, 2, 10), {"_MAX_SCORES": 2**14, "KEPT_KEYS": 0}),
     ],
     ids=["default", "some probabilities again", "all again"],
 )

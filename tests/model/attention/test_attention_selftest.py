@@ -96,8 +96,8 @@ def as_if(attention, packing):
     """Return the same documents under another mask."""
     from megaenc.model.packed_sequences import PackedSequences
 
-    edges = packing.cu_seqlens_q.tolist()
-    return PackedSequences.from_edges(edges, attention, HOST)
+    cu_seqlens = packing.cu_seqlens_q.tolist()
+    return PackedSequences.from_cu_seqlens(cu_seqlens, attention, HOST)
 
 
 def mask_is_ignored(q, k, v, packing):
@@ -305,6 +305,6 @@ def test_what_masks_take_is_what_is_said():
     from megaenc.model.attention.padded import PaddedBatches, max_mask_bytes
     from megaenc.model.packed_sequences import PackedSequences
 
-    row = PackedSequences.from_edges([0, 300, 600, 900], Attention.BIDIRECTIONAL, HOST)
+    row = PackedSequences.from_cu_seqlens([0, 300, 600, 900], Attention.BIDIRECTIONAL, HOST)
     [batch] = PaddedBatches.from_packed(row, HOST, torch.bfloat16).batches
     assert batch.bias.nbytes == max_mask_bytes(3, 300, torch.bfloat16)

@@ -57,7 +57,7 @@ KERNELS |= {
 }
 NUMBERS = {"epsilon": 1e-5, "scale": 1.1}
 COUNTS = ("rows", "heads", "groups", "per_group", "first", "columns")
-IN_FLOAT32 = {"to_weight", "cos", "sin", "top", "total"}
+IN_FLOAT32 = {"to_weight", "cos", "sin", "highest", "total"}
 ROUND = {"logits", "stride", "width"}  # of the loss's arguments: multiples of 16 in every run
 IN_ITS_OWN = {
     "x",
@@ -122,7 +122,7 @@ def test_what_differs_between_micro_batches_and_ranks_makes_no_other_variant(nam
             arguments |= {name: number for name in COUNTS if name in arguments}
             arguments |= {
                 name: torch.zeros(8)[place:]
-                for name in ("labels", "top", "total")
+                for name in ("labels", "highest", "total")
                 if name in arguments
             }
             return key_of(**{name: arguments[name] for name in kernel.arg_names} | launched)[1]

@@ -32,7 +32,7 @@ def test_what_is_right_passes(name, dtype, widths):
     assert 0 < verdict.error < verdict.tolerance in TOLERANCE.values()
 
 
-PADDED = 'columns, scores, float("-inf"))\n        top'
+PADDED = 'columns, scores, float("-inf"))\n        block_highest'
 
 # The check, the module in which a mistake is planted, the right and the wrong text, the verdict.
 MISTAKES = [
@@ -67,8 +67,8 @@ MISTAKES = [
     ("dropout", dropout, "number >> 15", "number >> 14", "the output"),
     ("loss", cross_entropy, PADDED, PADDED.replace("columns", "columns + 1"), "the loss"),
     ("loss", cross_entropy, "total * tl.exp(before - highest)", "total", "the loss"),
-    ("loss", cross_entropy, "tl.min(tl.where(scores == top, column, NO_TOKEN)",
-     "tl.max(column * (scores == top)", "the pred"),
+    ("loss", cross_entropy, "tl.min(tl.where(scores == block_highest, column, NO_TOKEN)",
+     "tl.max(column * (scores == block_highest)", "the pred"),
     ("loss", cross_entropy, "probability - 1.0", "probability", "the gradient of logits"),
 ]  # fmt: skip
 

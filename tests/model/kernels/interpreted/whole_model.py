@@ -12,14 +12,14 @@ from megaenc.model import ModelConfig
 from megaenc.objectives import Attention
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
-EDGES = [0, 5, 6, 17]
+CU_SEQLENS = [0, 5, 6, 17]
 KEPT = ParallelConfig()
 SHAPE = ModelConfig(
     num_layers=2, hidden_size=48, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2
 )
 pytestmark = pytest.mark.usefixtures("one_process")
 OBJECTIVES = {
-    "clm": (Attention.CAUSAL, torch.tensor([at for at in range(17) if at + 1 not in EDGES])),
+    "clm": (Attention.CAUSAL, torch.tensor([at for at in range(17) if at + 1 not in CU_SEQLENS])),
     "mlm": (Attention.BIDIRECTIONAL, torch.tensor([0, 3, 5, 9, 16])),
 }
 
@@ -47,8 +47,8 @@ def outcome(objective, fused, layout=KEPT, **shape):
     torch.manual_seed(0)
     tokens = torch.randint(0, 100, (1, 17))
     labels = torch.randint(0, 100, (len(predict_at),))
-    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(EDGES)])
-    packing = PackedSequences.from_edges(EDGES, attention, torch.device("cpu"))
+    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(CU_SEQLENS)])
+    packing = PackedSequences.from_cu_seqlens(CU_SEQLENS, attention, torch.device("cpu"))
     loss, correct = encoder(tokens, positions, packing, Predictions(predict_at, labels))
     loss.backward()
     return (
