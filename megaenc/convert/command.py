@@ -137,8 +137,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
         return
     if words[0] not in _DIRECTIONS:
         near = closest_match(words[0], _DIRECTIONS)
-        *others, last = _DIRECTIONS
-        known = f"{', '.join(others)} or {last}"
+        *first_directions, last = _DIRECTIONS
+        known = f"{', '.join(first_directions)} or {last}"
         raise InputError(
             f"{prog}: unknown direction {words[0]!r}, expected {known}"
             + (f"; did you mean {near}?" if near else "")
@@ -181,7 +181,9 @@ def _describe_proof(directory: Path) -> str:
 
     proof = json.loads((directory / CERTIFICATE).read_text(encoding="utf-8"))
     largest = max(
-        number for kernel in proof["largest_difference"].values() for number in kernel.values()
+        difference
+        for kernel in proof["largest_difference"].values()
+        for difference in kernel.values()
     )
     return (
         f"as {proof['class']}, {proof['attention']}; "
@@ -216,7 +218,7 @@ def _merge(options: MergeConfig) -> None:
         name: value for name, value in vars(options).items() if name not in ("load", "output")
     }
     record = merge(options.load, Path(options.output), **merge_options)
-    names = ", ".join(one.describe() for one in record.checkpoints)
+    names = ", ".join(checkpoint.describe() for checkpoint in record.checkpoints)
     base = f", base {record.base.label}, density {record.density:g}" if record.base else ""
     print_rank_0(
         f"{options.output}: {record.method} merge of "

@@ -333,12 +333,12 @@ def _load_weights(
                 done += len(part)
             parameter[done:] = 0
             if mask.origin in ("untrained", "added"):
-                others = (
+                other_rows = (
                     *parameter[: mask.id].split(_ROWS),
                     *parameter[mask.id + 1 : ids].split(_ROWS),
                 )
                 parameter[mask.id] = sum(
-                    part.sum(dim=0, dtype=torch.float32) for part in others
+                    part.sum(dim=0, dtype=torch.float32) for part in other_rows
                 ) / (ids - 1)
         else:
             parameter.copy_(

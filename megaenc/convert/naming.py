@@ -85,11 +85,11 @@ def _schedule_parts(schedule: Schedule, text: str, done: int, last: int | None =
     # Repeated phases would make the name too long: use the text of the schedule.
     if len(phases) > 4:
         phases = [(_slugify(text), last)]
-    following = [*(label for label, _ in phases[1:]), None]
+    next_labels = [*(label for label, _ in phases[1:]), None]
     return [
         f"{label}-{_format_step(done + end)}"
-        for (label, end), other in zip(phases, following, strict=True)
-        if other != label
+        for (label, end), next_label in zip(phases, next_labels, strict=True)
+        if next_label != label
     ]
 
 
@@ -109,14 +109,14 @@ def _objective_label(objective: Objective) -> str:
     label = objective.name
     if (mask := getattr(objective, "mask", None)) is not None:
         label += f"{100 * mask:g}"
-    others = [
+    option_texts = [
         f"{field.name}{getattr(objective, field.name):g}"
         for field in objective.options()
         if field.name != "mask"
         and isinstance(field.default, float | int)
         and getattr(objective, field.name) != field.default
     ]
-    return "-".join([label, *others])
+    return "-".join([label, *option_texts])
 
 
 def _format_step(steps: int) -> str:

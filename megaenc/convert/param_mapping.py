@@ -223,8 +223,8 @@ VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core, _HEAD_BIAS.core)
 def _modernbert_mappings(model: ModelConfig, is_decoder: bool) -> Iterator[ParamMapping]:
     """Yield the mappings of a model with the names of ModernBERT or its decoder."""
     yield _MODERNBERT_EMBEDDING
-    qkv, *others = _MODERNBERT_LAYER
-    yield from (_DECODER_QKV if is_decoder else qkv, *others)
+    qkv, *other_mappings = _MODERNBERT_LAYER
+    yield from (_DECODER_QKV if is_decoder else qkv, *other_mappings)
     for core, hf in _MODERNBERT_NORMS.items():
         for kind in ("weight", "bias") if model.norm_bias else ("weight",):
             yield ParamMapping(f"{core}.{kind}", (f"{_head_name(hf, is_decoder)}.{kind}",))
@@ -297,14 +297,14 @@ def iter_mappings(
     for mapping in _model_mappings(model, family):
         if mapping.core == _HEAD.core and not model.untie_embeddings_and_output_weights:
             continue
-        for number in range(model.num_layers) if "{}" in mapping.core else (0,):
+        for layer_index in range(model.num_layers) if "{}" in mapping.core else (0,):
             # The first layer has none.
-            if model.embedding_norm and number == 0 and ".{}.input_layernorm." in mapping.core:
+            if model.embedding_norm and layer_index == 0 and ".{}.input_layernorm." in mapping.core:
                 continue
             yield (
                 mapping,
-                mapping.core.format(number),
-                tuple(name.format(number) for name in mapping.hf),
+                mapping.core.format(layer_index),
+                tuple(name.format(layer_index) for name in mapping.hf),
             )
 
 

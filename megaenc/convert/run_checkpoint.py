@@ -331,7 +331,7 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
     """
     facts, start = read_run_metadata(file)
     try:
-        numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
+        sizes = {name: facts[name] for name in ("vocab_size", "parameters")}
         mask = facts.get("source", {}).get("mask_token")
         parts = [] if mask is None else [MaskToken(**mask)]
         if (merge := facts.get("source", {}).get("merge")) is not None:
@@ -339,7 +339,7 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
             parts += [record, *record.checkpoints, *([record.base] if record.base else [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{file}: {error!r}; expected the run.json of a pretraining run") from None
-    for name, value in numbers.items():
+    for name, value in sizes.items():
         if type(value) is not int or value < 1:
             raise InputError(
                 f"{file}: field `{name}`: found {value!r}, expected a number of 1 or more"
@@ -370,9 +370,9 @@ def _check_config_matches(settings: PretrainConfig, identity: dict[str, Any], fi
     config = flags.flatten(settings.shape) | {"bf16": settings.bf16}
     # It is checked against `vocab_size` of run.json, as it is optional in the config.
     del config["vocab_size"]
-    others = {"seed": settings.seed, "seq_length": settings.data.seq_length}
+    training_fields = {"seed": settings.seed, "seq_length": settings.data.seq_length}
     # Converted models have neither.
-    config |= {name: value for name, value in others.items() if name in identity}
+    config |= {name: value for name, value in training_fields.items() if name in identity}
     for name, value in config.items():
         if value != (expected := identity.get(name)):
             raise InputError(

@@ -20,17 +20,17 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def parse_dtype(name: str, own: str, default: torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a `--dtype`: fp32, bf16 or `own`.
+def parse_dtype(name: str, default_name: str, default: torch.dtype) -> torch.dtype:
+    """Return the torch dtype of a `--dtype`: fp32, bf16 or `default_name`.
 
     Args:
-        own: Name that stands for `default`, such as run or source.
+        default_name: Name that stands for `default`, such as run or source.
 
     Raises:
         InputError: The name is another.
     """
-    if name not in (own, *DTYPES):
-        raise InputError(f"--dtype: found {name!r}, expected {own}, {' or '.join(DTYPES)}")
+    if name not in (default_name, *DTYPES):
+        raise InputError(f"--dtype: found {name!r}, expected {default_name}, {' or '.join(DTYPES)}")
     return DTYPES.get(name, default)
 
 
@@ -133,6 +133,6 @@ def _assign_shards(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[s
         return {WEIGHTS: parts[0]}
     stem = WEIGHTS.removesuffix(".safetensors")
     return {
-        f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors": names
-        for number, names in enumerate(parts, 1)
+        f"{stem}-{index:05d}-of-{len(parts):05d}.safetensors": names
+        for index, names in enumerate(parts, 1)
     }

@@ -34,14 +34,19 @@ def write_sentence_layout(
         lower_case: Whether texts are put into lower case first.
     """
     (directory / "1_Pooling").mkdir()
-    own = {"mean": "mean_tokens", "cls": "cls_token"}.get(pooling, pooling)
-    others = {f"pooling_mode_{other}": False for other in _POOLING_FLAGS if other != own}
+    pooling_flag = {"mean": "mean_tokens", "cls": "cls_token"}.get(pooling, pooling)
+    unused_modes = {
+        f"pooling_mode_{flag}": False for flag in _POOLING_FLAGS if flag != pooling_flag
+    }
     encoding = {
         "prompts": dict(prompts or {}),
         "default_prompt_name": None,
         "similarity_fn_name": "cosine",
     }
-    pooling = {"word_embedding_dimension": hidden_size, f"pooling_mode_{own}": True} | others
+    pooling = {
+        "word_embedding_dimension": hidden_size,
+        f"pooling_mode_{pooling_flag}": True,
+    } | unused_modes
     write_json(directory / "modules.json", _MODULES)
     # Of the config, not of the model: a dtype in the user's model_kwargs takes precedence under
     # either of its names.

@@ -314,8 +314,8 @@ class Exporter:
                 if name != family
                 and not FAMILIES[name].unsupported_feature(self.run.model, self.attention)
             ]
-            others = f"; expected --as {' or '.join(able)}" if able else ""
-            raise InputError(f"--as {family}: {error}{others}; nothing is written") from None
+            alternatives = f"; expected --as {' or '.join(able)}" if able else ""
+            raise InputError(f"--as {family}: {error}{alternatives}; nothing is written") from None
         return proof | {"fingerprint": self.run.identity["tokenizer"]}
 
     def _provenance(self, step: int) -> ExportProvenance:

@@ -273,7 +273,11 @@ def verify_tokenizer(
             if actual != expected:
                 pairs_of_ids = enumerate(zip(actual, expected, strict=False))
                 same = next(
-                    (place for place, (one, other) in pairs_of_ids if one != other),
+                    (
+                        place
+                        for place, (actual_id, expected_id) in pairs_of_ids
+                        if actual_id != expected_id
+                    ),
                     min(len(actual), len(expected)),
                 )
                 start = max(0, same - 2)

@@ -88,7 +88,7 @@ def compute_core_outputs(
     parts = [*probe.documents, *probe.variants]
     positions = [torch.arange(len(part)) for part in parts]
     device = next(encoder.parameters()).device
-    packing = PackedSequences.from_edges([0, *accumulate(map(len, parts))], attention, device)
+    packing = PackedSequences.from_cu_seqlens([0, *accumulate(map(len, parts))], attention, device)
     with torch.inference_mode(), _computing_in_float32(encoder, encoder.output_layer):
         tokens = torch.cat(parts)[None].to(device)
         position_ids = torch.cat(positions).to(encoder.angles.device)
@@ -198,7 +198,7 @@ def _check_windows(config: Any, windows: Sequence[int | None], attention: Attent
     # Gemma's windows, and those of transformers' causal models, count the token that attends.
     counts_itself = attention == Attention.CAUSAL or hasattr(config, "use_bidirectional_attention")
     # The weights tell the number of layers.
-    for number, (kind, expected) in enumerate(zip(kinds, windows, strict=False)):
+    for layer_index, (kind, expected) in enumerate(zip(kinds, windows, strict=False)):
         window = getattr(config, "sliding_window", None) if kind == _LOCAL else None
         expected_kind = _GLOBAL if expected is None else _LOCAL
         right = "none" if expected is None else expected + counts_itself
@@ -212,7 +212,7 @@ def _check_windows(config: Any, windows: Sequence[int | None], attention: Attent
         else:
             continue
         raise _VerificationError(
-            f"config.json: layer {number}: field `{name}`: found {actual}, expected {right}"
+            f"config.json: layer {layer_index}: field `{name}`: found {actual}, expected {right}"
         )
 
 

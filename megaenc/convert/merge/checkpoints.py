@@ -75,14 +75,14 @@ class MergeSource:
         settings = self.run.settings
         if run.converted:
             return run.start.before
-        own = Ancestor(
+        current_run = Ancestor(
             str(run.directory),
             self.step,
             settings.schedule_text,
             settings.tokens_after(self.step),
             total=settings.total_iters,
         )
-        return (*run.start.before, own)
+        return (*run.start.before, current_run)
 
     def record(self, state: dict[str, Any], weight: float | None = None) -> MergedCheckpoint:
         """Return the entry for run.json.
@@ -130,7 +130,7 @@ def merge(
     """
     refuse_existing(output, "--output")
     sources = [source for text in load for source in _open_sources(text, "--load")]
-    shares = _check_options(method, len(sources), weights, base, density)
+    source_weights = _check_options(method, len(sources), weights, base, density)
     bases = _open_sources(base, "--base") if base else []
     if len(bases) > 1:
         raise InputError(f"--base {base}: found {len(bases)} steps, expected one")
@@ -170,7 +170,7 @@ def merge(
         ]
         records = [
             source.record(*values)
-            for source, *values in zip(sources, states[: len(sources)], shares, strict=True)
+            for source, *values in zip(sources, states[: len(sources)], source_weights, strict=True)
         ]
         base_record = bases[0].record(states[-1]) if bases else None
         record = MergeRecord(method, tuple(records), base_record, density)
@@ -214,8 +214,8 @@ def _open_sources(text: str, flag: str) -> list[MergeSource]:
     Raises:
         InputError: It is no run or has no such step.
     """
-    name, at, steps = text.rpartition("@")
-    if not at or os.path.isdir(text):
+    name, separator, steps = text.rpartition("@")
+    if not separator or os.path.isdir(text):
         name = text
         steps = ""
     elif not _STEPS.fullmatch(steps):
@@ -225,10 +225,10 @@ def _open_sources(text: str, flag: str) -> list[MergeSource]:
         )
     run = open_run_checkpoint(Path(name), flag)
     checkpoints = CheckpointDir(run.directory / "checkpoints")
-    numbers = (
+    selected_steps = (
         [int(step) for step in steps.split(",")] if steps else [run.newest_step(checkpoints, flag)]
     )
-    for step in numbers:
+    for step in selected_steps:
         if not checkpoints.path(step).is_dir():
             existing = (
                 ", ".join(map(str, checkpoints.steps()))
@@ -237,7 +237,7 @@ def _open_sources(text: str, flag: str) -> list[MergeSource]:
             raise InputError(
                 f"{flag} {text}: no checkpoint of step {step}, expected one of {existing}"
             )
-    return [MergeSource(run.at_step(step), step, flag) for step in numbers]
+    return [MergeSource(run.at_step(step), step, flag) for step in selected_steps]
 
 
 def _check_options(
@@ -293,18 +293,18 @@ def _check_options(
     return weights or [1.0] * count
 
 
-def _check_same_model(first: MergeSource, other: MergeSource) -> None:
+def _check_same_model(first: MergeSource, second: MergeSource) -> None:
     """Raise InputError if shape, tokenizer or vocabulary of two checkpoints differ."""
     fields = [
         {name: source.run.identity.get(name) for name in WEIGHT_FIELDS}
         | {"rows of the embedding": source.run.vocab_size}
-        for source in (first, other)
+        for source in (first, second)
     ]
     if mismatch := describe_difference(
-        *fields, names=(f"in {first.run.directory}", f"in {other.run.directory}")
+        *fields, names=(f"in {first.run.directory}", f"in {second.run.directory}")
     ):
         raise InputError(
-            f"{other.flag} {other.name}: {mismatch}; "
+            f"{second.flag} {second.name}: {mismatch}; "
             "only weights of one shape and tokenizer can be merged"
         )
 
@@ -322,10 +322,10 @@ def _choose_special_tokens(sources: Sequence[MergeSource]) -> SpecialTokens | No
     if not recorded:
         return None
     first, special = recorded[0]
-    for source, other in recorded:
-        if not special.is_same(other):
+    for source, tokens in recorded:
+        if not special.is_same(tokens):
             print_rank_0(
-                f"{source.name} was trained with --special-tokens {other.mode}, "
+                f"{source.name} was trained with --special-tokens {tokens.mode}, "
                 f"{first.name} with {special.mode}: exports have the latter"
             )
             break
@@ -358,7 +358,7 @@ def _merge_histories(
     ):
         generation = (
             origins[0].generation
-            if all(one.generation == origins[0].generation for one in origins)
+            if all(origin.generation == origins[0].generation for origin in origins)
             else {}
         )
         context = min(origin.context for origin in origins)
@@ -424,13 +424,13 @@ def _find_thresholds(
 
     Changes are differences to the base; a threshold is over all weights at once.
     """
-    *others, base = readers
+    *checkpoint_readers, base_reader = readers
     values = np.empty(run.model.parameter_count(run.vocab_size), dtype=np.float32)
     thresholds = []
-    for reader in others:
+    for reader in checkpoint_readers:
         done = 0
         for _, core in _iter_weights(run, names):
-            part = magnitudes(_read_rows(base, core, run), _read_rows(reader, core, run))
+            part = magnitudes(_read_rows(base_reader, core, run), _read_rows(reader, core, run))
             values[done : done + len(part)] = part
             done += len(part)
         thresholds.append(trim_threshold(values, density))

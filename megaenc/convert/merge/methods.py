@@ -126,19 +126,19 @@ def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[flo
     """
 
     def merge(parts: list[Tensor]) -> Tensor:
-        start, *others = parts
+        base_part, *tensor_parts = parts
         trimmed = []
-        for part, threshold in zip(others, thresholds, strict=True):
-            difference = part - start
+        for part, threshold in zip(tensor_parts, thresholds, strict=True):
+            difference = part - base_part
             trimmed.append(difference.masked_fill_(difference.float().abs() < threshold, 0.0))
         elected = torch.stack(trimmed).sum(dim=0).sign()
-        total = torch.zeros_like(start)
-        count = torch.zeros_like(start)
+        total = torch.zeros_like(base_part)
+        count = torch.zeros_like(base_part)
         for difference in trimmed:
             agrees = difference.sign() == elected
             total += difference * agrees
             count += agrees
-        return start + total / count.clamp(min=1)
+        return base_part + total / count.clamp(min=1)
 
     return _combine_chunks(merge, [base, *tensors])
 
