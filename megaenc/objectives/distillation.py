@@ -196,35 +196,35 @@ class Teacher:
             tokens_BL = np.full((len(documents), lengths[documents[0]]), self._padding)
             mask_BL = np.arange(tokens_BL.shape[1]) < lengths[documents, None]
             tokens_BL[mask_BL] = np.concatenate(
-                [inputs[pack.cu_seqlens[at] : pack.cu_seqlens[at + 1]] for at in documents]
+                [inputs[pack.cu_seqlens[document] : pack.cu_seqlens[document + 1]] for document in documents]
             )
             (chosen,) = (row_of[document_of] >= 0).nonzero()
-            at_n = (
+            place_n = (
                 row_of[document_of[chosen]] * tokens_BL.shape[1]
                 + positions[chosen]
                 - pack.cu_seqlens[document_of[chosen]]
             )
-            logits_nV = self._compute_logits(*map(torch.from_numpy, (tokens_BL, mask_BL, at_n)))
+            logits_nV = self._compute_logits(*map(torch.from_numpy, (tokens_BL, mask_BL, place_n)))
             best = logits_nV.topk(count)
             ids_NK[chosen] = best.indices.numpy()
             logits_NK[chosen] = best.values.numpy()
         return ids_NK, logits_NK
 
     def _compute_logits(
-        self, tokens_BL: "torch.Tensor", mask_BL: "torch.Tensor", at_n: "torch.Tensor"
+        self, tokens_BL: "torch.Tensor", mask_BL: "torch.Tensor", place_n: "torch.Tensor"
     ) -> "torch.Tensor":
         """Return the teacher's logits float32[n, V], -inf for special tokens.
 
         Args:
             tokens_BL: Right-padded tokens.
             mask_BL: True for tokens.
-            at_n: Places in the flattened tokens.
+            place_n: Places in the flattened tokens.
         """
         import torch
 
         def select(module: Any, inputs: tuple["torch.Tensor"]) -> tuple["torch.Tensor"]:
             """Keep only the predicted positions, so that no other logits are computed."""
-            return (inputs[0].flatten(0, 1)[at_n],)
+            return (inputs[0].flatten(0, 1)[place_n],)
 
         with (
             torch.inference_mode(),

@@ -132,9 +132,11 @@ class Masking(Objective):
             fate = randomness.uniforms("fate", len(pack.tokens))[positions]
             draws = randomness.uniforms("random token", len(pack.tokens))[positions]
             replacements = text_token_ids(self.vocabulary)
-            others = replacements[(draws * len(replacements)).astype(np.int64)]
+            random_tokens = replacements[(draws * len(replacements)).astype(np.int64)]
             hidden = np.where(
-                fate < self.random, others, np.where(fate < self.random + self.keep, labels, hidden)
+                fate < self.random,
+                random_tokens,
+                np.where(fate < self.random + self.keep, labels, hidden),
             )
         inputs = pack.tokens.copy()
         inputs[positions] = hidden

@@ -23,8 +23,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _WORD = re.compile(r"(?:(?!->)[^,():=\s])+")
 _TOKEN = re.compile(rf"{_WORD.pattern}|->|.|")
 _REPEAT = re.compile(r"([0-9]+)\s*x\s*\(")
-_SHARE = re.compile(r"[0-9]+\.[0-9]*|\.[0-9]+")
-_WHOLE = re.compile(r"[0-9]+")
+_FRACTION = re.compile(r"[0-9]+\.[0-9]*|\.[0-9]+")
+_INTEGER = re.compile(r"[0-9]+")
 _AMOUNT = "a share with a point (0.25) or a whole number of steps (10000)"
 
 
@@ -103,13 +103,13 @@ def build_error(text: str, part: SourceText, complaint: object) -> InputError:
 class _ScheduleParser:
     """Recursive-descent parser of a schedule.
 
-    Each grammar rule has a method that advances `at` in `text`.
+    Each grammar rule has a method that advances `position` in `text`.
     """
 
     def __init__(self, text: str, train_iters: int | None):
         self.text = text
         self.train_iters = train_iters
-        self.at = 0
+        self.position = 0
 
     def parse_schedule(self) -> tuple[ParsedPhase, ...]:
         """Return the phases of the whole text, repetitions spelled out.
@@ -145,7 +145,7 @@ class _ScheduleParser:
         `is_first` allows a sole phase without amount.
         """
         self.skip_spaces()
-        repeat = _REPEAT.match(self.text, self.at)
+        repeat = _REPEAT.match(self.text, self.position)
         if not repeat:
             return (self.parse_phase(is_first),)
         count = SourceText(repeat[1], repeat.start())
@@ -158,7 +158,7 @@ class _ScheduleParser:
             raise self.error(
                 count, f"a repetition in more than {MAX_REPEAT_DEPTH} others, expected fewer"
             )
-        self.at = repeat.end()
+        self.position = repeat.end()
         phases = self.parse_items(depth + 1)
         self.close(opening, "`,` and another phase, or `)`", unclosed_before="")
         total = int(count) * len(phases)
@@ -177,7 +177,7 @@ class _ScheduleParser:
 
         A sole phase (`is_first`) may lack the amount, which is then share 1.
         """
-        start = self.at
+        start = self.position
         name = self.expect(
             _NAME, f"the name of an objective, `{MIXTURE}(`, `{SUM}(` or a repetition such as `5x(`"
         )
@@ -191,7 +191,7 @@ class _ScheduleParser:
             )
         else:
             components = ((Fraction(1), ParsedObjective(name, self.parse_options())),)
-        phase_text = self.text[start : self.at].strip() if kind else name
+        phase_text = self.text[start : self.position].strip() if kind else name
         is_sum = name == SUM and len(components) > 1
         if is_first and self.is_at_end():
             return ParsedPhase(components, Fraction(1), name, is_sum)
@@ -215,7 +215,7 @@ class _ScheduleParser:
         if not self.take(":"):
             raise self.unexpected(f"`:` and the weight of `{name}`")
         weight = self.expect(_WORD, "a weight such as 0.7")
-        if not (_SHARE.fullmatch(weight) or _WHOLE.fullmatch(weight)) or not Fraction(weight):
+        if not (_FRACTION.fullmatch(weight) or _INTEGER.fullmatch(weight)) or not Fraction(weight):
             raise self.error(
                 weight, f"found `{weight}`, expected a weight above zero such as 0.7 or 2"
             )
@@ -255,10 +255,10 @@ class _ScheduleParser:
             InputError: It is not above zero.
         """
         digits = written.lstrip("-")
-        if _SHARE.fullmatch(digits):
+        if _FRACTION.fullmatch(digits):
             kind = Fraction
             noun = "share"
-        elif _WHOLE.fullmatch(digits):
+        elif _INTEGER.fullmatch(digits):
             kind = int
             noun = "step count"
         else:
@@ -296,7 +296,7 @@ class _ScheduleParser:
             InputError: Another text follows.
         """
         if not self.take(")"):
-            if self.is_at_end() or self.text[self.at] in unclosed_before:
+            if self.is_at_end() or self.text[self.position] in unclosed_before:
                 raise self.error(opening, "this parenthesis is never closed")
             raise self.unexpected(expected)
 
@@ -309,9 +309,9 @@ class _ScheduleParser:
             InputError: It does not; the error names `expected`.
         """
         self.skip_spaces()
-        if not (match := pattern.match(self.text, self.at)):
+        if not (match := pattern.match(self.text, self.position)):
             raise self.unexpected(expected)
-        self.at = match.end()
+        self.position = match.end()
         part = SourceText(match[0], match.start())
         if len(part) > longest:
             raise self.error(part, f"{len(part)} characters, expected at most {longest}")
@@ -320,26 +320,26 @@ class _ScheduleParser:
     def take(self, sign: str) -> SourceText | None:
         """Take a sign and return it if it comes next, after spaces, else return None."""
         self.skip_spaces()
-        if not self.text.startswith(sign, self.at):
+        if not self.text.startswith(sign, self.position):
             return None
-        self.at += len(sign)
-        return SourceText(sign, self.at - len(sign))
+        self.position += len(sign)
+        return SourceText(sign, self.position - len(sign))
 
     def is_at_end(self) -> bool:
         """Skip spaces and return whether the end of the text is reached."""
         self.skip_spaces()
-        return self.at == len(self.text)
+        return self.position == len(self.text)
 
     def skip_spaces(self) -> None:
-        while self.at < len(self.text) and self.text[self.at].isspace():
-            self.at += 1
+        while self.position < len(self.text) and self.text[self.position].isspace():
+            self.position += 1
 
     def unexpected(self, expected: str) -> InputError:
         """Return, without raising, an InputError about the next word or sign, or the end."""
         self.skip_spaces()
-        token = _TOKEN.match(self.text, self.at)[0]
+        token = _TOKEN.match(self.text, self.position)[0]
         return self.error(
-            SourceText(token, self.at),
+            SourceText(token, self.position),
             f"found {f'`{token}`' if token else 'the end'}, expected {expected}",
         )
 

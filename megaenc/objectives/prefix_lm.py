@@ -50,8 +50,8 @@ class PrefixLanguageModeling(Objective):
         Text tokens after it, never the first of a document, are predicted.
         """
         lengths = np.diff(pack.cu_seqlens).astype(np.int64)
-        shares = self.low + (self.high - self.low) * randomness.uniforms("prefix", len(lengths))
-        prefixes = np.minimum((shares * lengths).astype(np.int64), lengths - 1)
+        fractions = self.low + (self.high - self.low) * randomness.uniforms("prefix", len(lengths))
+        prefixes = np.minimum((fractions * lengths).astype(np.int64), lengths - 1)
         follows = pack.positions >= np.repeat(np.maximum(prefixes, 1), lengths)
         predicted = np.flatnonzero(follows & text_token_mask(self.vocabulary)[pack.tokens])
         return Targets(pack.tokens, predicted - 1, pack.tokens[predicted], prefixes)

@@ -97,8 +97,8 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
     )
     command = python_command("-c", code, json.dumps([config.objective, config.options]))
     environment = python_environment() | {"PYTHONHASHSEED": "4711"}
-    other = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if other.returncode or other.stdout.split()[-1:] != [expected]:
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if process.returncode or process.stdout.split()[-1:] != [expected]:
         return CheckResult(
             "determinism",
             False,

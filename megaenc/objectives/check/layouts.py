@@ -107,9 +107,9 @@ def _build_rows(objective: Objective) -> list[tuple[str, "MicroBatch", list["Mic
     # This thread builds other packs at the same time, as a validation does.
     batches = Prefetcher(build).iterate([[sample] for sample in samples])
     for sample, batch in zip(samples, batches, strict=True):
-        other = _PACKS - 1 - sample
+        other_sample = _PACKS - 1 - sample
         rows.append(("in a prefetching thread", batch, [single[sample]]))
-        rows.append(("next to that thread", build([other]), [single[other]]))
+        rows.append(("next to that thread", build([other_sample]), [single[other_sample]]))
     return rows
 
 
@@ -147,8 +147,8 @@ def _find_difference(row: "MicroBatch", parts: Sequence["MicroBatch"]) -> str:
         ),
         "prefixes": (torch.tensor(row.packing.prefixes), torch.tensor(prefixes)),
     }
-    for name, (factor, *others) in zip(factor_names, factors, strict=True):
-        values[name] = (factor, torch.cat(others))
+    for name, (factor, *part_factors) in zip(factor_names, factors, strict=True):
+        values[name] = (factor, torch.cat(part_factors))
     for name, (actual, expected) in values.items():
         if not torch.equal(actual, expected):
             return name
@@ -272,14 +272,14 @@ def _compare_layouts(single: list[dict[str, Any]], parallel: list[dict[str, Any]
     for expected, actual in zip(single, parallel, strict=True):
         for name in ("predicted_tokens", "loss", "grad_norm"):
             # null without predictions
-            one = expected[name] or 0.0
-            other = actual[name] or 0.0
-            difference = abs(one - other) / max(abs(one), 1e-30)
+            expected_value = expected[name] or 0.0
+            actual_value = actual[name] or 0.0
+            difference = abs(expected_value - actual_value) / max(abs(expected_value), 1e-30)
             worst = max(worst, difference)
             if not difference <= (0 if name == "predicted_tokens" else _TOLERANCE):  # also for NaN
                 text += (
-                    f"{name} {one:.7g} and {other:.7g} in step {expected['step']}; "
-                    "expected equal targets on all ranks"
+                    f"{name} {expected_value:.7g} and {actual_value:.7g} "
+                    f"in step {expected['step']}; expected equal targets on all ranks"
                 )
                 return CheckResult("layouts", False, text)
     return CheckResult(

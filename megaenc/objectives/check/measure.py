@@ -169,23 +169,23 @@ class _LeakCounts:
         is_predicted = np.isin(predict_at, changed.predict_at)
         self.labels += int(is_predicted.sum())
         has_change = np.logical_or.reduceat(differs, starts)[documents]
-        for number in np.flatnonzero(is_predicted & has_change):
-            document = documents[number]
-            place = places[number]
-            rank = ranks[number]
+        for row in np.flatnonzero(is_predicted & has_change):
+            document = documents[row]
+            place = places[row]
+            rank = ranks[row]
             start, end = pack.cu_seqlens[document : document + 2].tolist()
             self.visible += 1
-            (at,) = np.nonzero(differs[start:end])
-            self.kept += place - start in at
-            at = at[at != place - start]
+            (offsets,) = np.nonzero(differs[start:end])
+            self.kept += place - start in offsets
+            offsets = offsets[offsets != place - start]
             predicted = targets.predict_at[first[document] : last[document]] + shift - start
-            order = np.searchsorted(predicted, at[np.isin(at, predicted)])
+            order = np.searchsorted(predicted, offsets[np.isin(offsets, predicted)])
             kinds = {
-                "distance": at + start - place,
-                "token": at,
-                "token from the end": end - start - 1 - at,
-                "distance in the reversed document": at + place + 1 - end,
-                "number of the prediction": at - rank,
+                "distance": offsets + start - place,
+                "token": offsets,
+                "token from the end": end - start - 1 - offsets,
+                "distance in the reversed document": offsets + place + 1 - end,
+                "number of the prediction": offsets - rank,
                 "place of another prediction": order - rank,
             }
             self.places.update(
@@ -232,14 +232,14 @@ def _find_visible(
 
     `queries`, int[T], has that position for each token, -1 for none.
     """
-    at = np.arange(len(queries))
+    positions = np.arange(len(queries))
     if objective.attention == Attention.BIDIRECTIONAL:
         return queries >= 0
-    is_before = at <= queries
+    is_before = positions <= queries
     if objective.attention == Attention.CAUSAL:
         return is_before
     ends = np.repeat(pack.cu_seqlens[:-1] + targets.prefixes, np.diff(pack.cu_seqlens))
-    return is_before | ((queries >= 0) & (queries < ends) & (at < ends))
+    return is_before | ((queries >= 0) & (queries < ends) & (positions < ends))
 
 
 @dataclass
@@ -251,7 +251,7 @@ class _Statistics:
 
     objective: Objective
     tokens: int = 0
-    shares: list[float] = field(default_factory=list)
+    fractions: list[float] = field(default_factory=list)
     """Share of the tokens of each pack that are predicted."""
     by_position: np.ndarray = field(default_factory=lambda: np.zeros((2, 3)))
     """Predicted tokens, and all tokens, in the first, middle and last tenth of documents."""
@@ -269,9 +269,8 @@ class _Statistics:
         is_predicted = np.zeros(len(pack.tokens), dtype=bool)
         is_predicted[places] = True
         self.tokens += len(pack.tokens)
-        self.shares.append(len(places) / len(pack.tokens))
-        lengths = np.diff(pack.cu_seqlens)
-        progress = (pack.positions + 0.5) / np.repeat(lengths, lengths)
+        self.fractions.append(len(places) / len(pack.tokens))
+        progress = (pack.positions + 0.5) / np.repeat(np.diff(pack.cu_seqlens), np.diff(pack.cu_seqlens))
         for tenth, center in enumerate((0.05, 0.5, 0.95)):
             is_inside = np.abs(progress - center) <= 0.05
             self.by_position[:, tenth] += (is_inside & is_predicted).sum(), is_inside.sum()
@@ -293,14 +292,14 @@ class _Statistics:
 
         The row of the predictions fails if there are none.
         """
-        share = float(np.mean(self.shares))
+        fraction = float(np.mean(self.fractions))
         predicted = int(self.inputs.sum())
-        error = 1.96 * float(np.std(self.shares, ddof=1)) / len(self.shares) ** 0.5
-        interval = f"95 % interval {100 * (share - error):.2f} to {100 * (share + error):.2f}"
+        error = 1.96 * float(np.std(self.fractions, ddof=1)) / len(self.fractions) ** 0.5
+        interval = f"95 % interval {100 * (fraction - error):.2f} to {100 * (fraction + error):.2f}"
         predictions = CheckResult(
             "predictions",
             predicted > 0,
-            f"{100 * share:.2f} % of {self.tokens:,} tokens ({interval})",
+            f"{100 * fraction:.2f} % of {self.tokens:,} tokens ({interval})",
         )
         if not predicted:
             return [predictions]
@@ -309,13 +308,13 @@ class _Statistics:
             "{:.1f} % of the last"
         )
         masked, replaced, kept = 100 * self.inputs / predicted
-        others = 100 * self.other_changes / max(self.tokens - predicted, 1)
+        other_percentage = 100 * self.other_changes / max(self.tokens - predicted, 1)
         rows = {
             "by position": tenths.format(*(100 * self.by_position[0] / self.by_position[1])),
             "predicted runs": f"{predicted / self.runs:.2f} tokens on average",
             "inputs": f"predicted tokens: {masked:.1f} % mask, {replaced:.1f} % another token, "
             f"{kept:.1f} % unchanged; "
-            f"others: {others:.1f} % changed",
+            f"others: {other_percentage:.1f} % changed",
             "weights": f"{self.weight / predicted:.4f} on average, sum / divisor "
             f"{self.weight / self.divisor:.4f}",
         }

@@ -225,21 +225,21 @@ def _build_histogram(lengths: LengthStats) -> Any:
         table.add_column(name, justify=alignment, no_wrap=True)
     for low, high, count, bin_tokens in lengths.bins:
         span = f"  {low:,}" if low >= high else f"  {low:,} - {high:,}"
-        shares = (
+        cells = (
             f"{100 * count / documents:.1f} %",
             format_bar(count / most),
             f"{100 * bin_tokens / tokens:.1f} %",
         )
-        table.add_row(span, f"{count:,}", *shares)
+        table.add_row(span, f"{count:,}", *cells)
     return table
 
 
-def format_bar(share: float, width: int = _BAR_WIDTH) -> str:
+def format_bar(fraction: float, width: int = _BAR_WIDTH) -> str:
     """Return a bar of block characters, padded with spaces.
 
-    It takes `share` (0 to 1) of `width` columns, and is never empty above 0.
+    It takes `fraction` (0 to 1) of `width` columns, and is never empty above 0.
     """
-    eighths = max(round(share * width * 8), int(share > 0))
+    eighths = max(round(fraction * width * 8), int(fraction > 0))
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(width)
 
 

@@ -96,17 +96,19 @@ def decode_pack(
     if objective.shift == 0 and not objective.classes:
         marks[targets.predict_at[marks[targets.predict_at] == AS_IS]] = KEPT
     else:
-        for at, label in zip(targets.predict_at, targets.labels, strict=True):
+        for position, label in zip(targets.predict_at, targets.labels, strict=True):
             if objective.classes:
-                predicts[at] = str(label)
+                predicts[position] = str(label)
             else:
-                predicts[at] = "" if objective.shift == 1 else text_of(label)
+                predicts[position] = "" if objective.shift == 1 else text_of(label)
     special = np.isin(pack.tokens, vocabulary.special_ids)
     pieces = []
     for start, end in pairwise(pack.cu_seqlens.tolist()):
         spans = []
         # Special tokens are decoded separately: the tokens before them may end in half a character.
-        for is_special, places in groupby(range(start, end), key=lambda at: bool(special[at])):
+        for is_special, places in groupby(
+            range(start, end), key=lambda position: bool(special[position])
+        ):
             ids = pack.tokens[list(places)].tolist()
             names = (
                 [(1, name) for name in tokenizer.convert_ids_to_tokens(ids)] if is_special else []
@@ -158,8 +160,8 @@ def build_renderables(decoded: DecodedPack) -> list[Any]:
             f"{changed} changed in the model's input"
         ),
     ]
-    for number, piece in enumerate(decoded.pieces, 1):
-        title = f"document {number} of the pack: tokens {piece[0].start} to {piece[-1].stop - 1}"
+    for index, piece in enumerate(decoded.pieces, 1):
+        title = f"document {index} of the pack: tokens {piece[0].start} to {piece[-1].stop - 1}"
         lines.append(Rule(Text(title, _EDGE_STYLE), align="left", style=_EDGE_STYLE))
         lines.append(Text().join(_format_span(span) for span in piece))
     lines.append(Rule(Text("legend", _EDGE_STYLE), align="left", style=_EDGE_STYLE))
@@ -191,7 +193,7 @@ def _format_span(span: TokenSpan) -> Any:
             REPLACED: f"{REPLACED}{span.reads.translate(_CONTROL_PICTURES)}",
             KEPT: KEPT,
         }.get(span.marks, "")
-        style = _STYLES[next(each for each in span.marks if each != AS_IS)]
+        style = _STYLES[next(mark for mark in span.marks if mark != AS_IS)]
         line.append(f"[{inner}{several}{mark}]", style)
     if any(label is not None for label in span.predicts):
         for label in span.predicts:

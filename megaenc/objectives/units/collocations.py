@@ -31,7 +31,7 @@ from megaenc.objectives.units.matching import LONGEST, Collocations
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
 from megaenc.processes import exit_on_sigterm
 
-SHARES = {2: 0.5, 3: 0.25, 4: 0.125, 5: 0.125}
+FRACTIONS = {2: 0.5, 3: 0.25, 4: 0.125, 5: 0.125}
 """Share of the collocations of each number of tokens, as in the paper."""
 _CHUNK = 1 << 22  # tokens that are processed together
 _SORTED = 1 << 24  # n-grams that are sorted together
@@ -93,11 +93,11 @@ def count_ngrams(
     counts = np.bincount(ids[ids >= 0])
     tokens = np.flatnonzero(counts >= min_count)
     # The last entry is for negative numbers.
-    number_of = np.full(len(counts) + 1, -1, dtype=np.int32)
-    number_of[tokens] = np.arange(len(tokens))
+    index_of_token = np.full(len(counts) + 1, -1, dtype=np.int32)
+    index_of_token[tokens] = np.arange(len(tokens))
     for start in range(0, len(ids), _CHUNK):
         chunk = ids[start : start + _CHUNK]
-        chunk[:] = number_of[np.maximum(chunk, -1)]
+        chunk[:] = index_of_token[np.maximum(chunk, -1)]
     tables = [NgramTable(counts[tokens], tokens, tokens, int(runs.sum()))]
     for length in range(2, LONGEST + 1):
         base = len(tables[-1].counts)
@@ -105,12 +105,12 @@ def count_ngrams(
         # The n-gram at each place replaces the shorter one, chunk by chunk: a key needs only its
         # own place and the next.
         for start, places, chunk_keys in _iterate_keys(ids, base):
-            numbers = np.full(min(_CHUNK, len(ids) - start), -1, dtype=np.int32)
+            indices = np.full(min(_CHUNK, len(ids) - start), -1, dtype=np.int32)
             if len(keys):
-                numbers_of_keys = np.minimum(np.searchsorted(keys, chunk_keys), len(keys) - 1)
-                numbers[places] = np.where(keys[numbers_of_keys] == chunk_keys, numbers_of_keys, -1)
-            ids[start : start + _CHUNK] = numbers
-            tick(len(numbers))
+                key_indices = np.minimum(np.searchsorted(keys, chunk_keys), len(keys) - 1)
+                indices[places] = np.where(keys[key_indices] == chunk_keys, key_indices, -1)
+            ids[start : start + _CHUNK] = indices
+            tick(len(indices))
         total = int(np.maximum(runs - length + 1, 0).sum())
         tables.append(NgramTable(counts, keys // max(base, 1), keys % max(base, 1), total))
     return tables
@@ -198,14 +198,14 @@ def select_collocations(
 ) -> Collocations:
     """Return at most `count` Collocations of the highest PMI above 0.
 
-    SHARES gives the fraction of each length; a length with too few n-grams leaves the rest of it
+    FRACTIONS gives the fraction of each length; a length with too few n-grams leaves the rest of it
     unused. Ties go to frequent ones. `facts` are taken as they are.
     """
     rows = []
     pmis = []
     counts = []
     for level, pmi in enumerate(compute_pmi(tables), 1):
-        quota = int(count * SHARES[level + 1])
+        quota = int(count * FRACTIONS[level + 1])
         order = np.lexsort((-tables[level].counts, -pmi))[:quota]
         order = order[pmi[order] > 0]
         row = np.full((len(order), LONGEST), -1, dtype=np.int32)
@@ -239,16 +239,18 @@ def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.n
     is_special[list(vocabulary.special_ids)] = True
     ids = np.full(int(stops.sum()) + len(stops), -1, dtype=np.int32)
     blocks = np.searchsorted(np.cumsum(stops), np.arange(_CHUNK, int(stops.sum()), _CHUNK))
-    at = 0
+    position = 0
     for block in np.split(np.arange(len(stops)), np.unique(blocks)):
         if len(block):
             tokens = corpus.read_spans(
                 documents[block], np.zeros(len(block), dtype=np.int64), stops[block]
             )
             tokens[is_special[tokens]] = -1
-            places = at + np.arange(len(tokens)) + np.repeat(np.arange(len(block)), stops[block])
+            places = (
+                position + np.arange(len(tokens)) + np.repeat(np.arange(len(block)), stops[block])
+            )
             ids[places] = tokens
-            at += len(tokens) + len(block)
+            position += len(tokens) + len(block)
     return ids
 
 
@@ -298,7 +300,7 @@ def find_collocations(settings: CollocationsConfig) -> None:
         f"{output}: {len(collocations.tokens):,} collocations of {tokens:,} tokens; "
         "of the highest PMI"
     )
-    for length in SHARES:
+    for length in FRACTIONS:
         rows = collocations.tokens[collocations.lengths == length]
         texts = (
             repr(tokenizer.backend_tokenizer.decode(row[:length].tolist()))
