@@ -29,8 +29,9 @@ _ContextLength = Annotated[int, Bounds(low=1, high=1 << 20)]
 class ModelConfig:
     """Shape and options of a pre-norm transformer.
 
-    The defaults are Llama's: RMSNorm, SwiGLU, rotary positions, grouped queries. The constructor
-    checks nothing; `check` does.
+    Each field is the flag of its name. Sizes are those of the whole model, over all ranks. The
+    defaults are Llama's: RMSNorm, SwiGLU, rotary positions, grouped queries. The constructor checks
+    nothing; `check` does.
     """
 
     num_layers: PositiveInt = 4
@@ -175,7 +176,7 @@ class ModelConfig:
         return 4 if self.post_norms else 2
 
     def norm_size(self, width: int) -> int:
-        """Return the number of parameters of a norm of `width` numbers."""
+        """Return the number of parameters of a norm over `width` channels."""
         return (1 + self.norm_bias) * width
 
     @property
@@ -212,9 +213,10 @@ class ModelConfig:
         )
 
     def linear_shapes(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
-        """Return the (output, input) widths of a layer's four matrices, by name.
+        """Return the (output, input) widths of a layer's four matrices on one rank.
 
-        They are those of one of `tensor_parallel` ranks, for a shape that `check` accepts.
+        The keys are megatron-core's names. `tensor_parallel` is the number of ranks that share a
+        matrix, which must divide the widths (see `check`).
         """
         return {
             "linear_qkv": (self._qkv_size // tensor_parallel, self.hidden_size),
@@ -224,9 +226,10 @@ class ModelConfig:
         }
 
     def layer_flops_per_token(self) -> int:
-        """Return the FLOPs of all layers' matrix products for one token, both passes.
+        """Return the FLOPs of all layers' matrix products for one token.
 
-        They are 6 for each weight. Attention is not counted.
+        They are 6 for each weight: 2 in forward, 4 in backward. Scores and values of attention, the
+        embedding and the output layer are not counted.
         """
         return 6 * self.num_layers * self._layer_matrices
 
@@ -237,7 +240,7 @@ class ModelConfig:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer, None if its attention is global.
+        """Return the window of each layer in order, None if its attention is global.
 
         A window is the number of tokens to each side that a token attends to.
         """
@@ -248,16 +251,20 @@ class ModelConfig:
 
     @property
     def _global_layers(self) -> range:
-        """Return the numbers, from 0, of layers that attend globally in spite of a window."""
+        """Return the indices, from 0, of layers that attend globally in spite of a window."""
         every = self.global_attn_every_n_layers
         return range(self.first_global_layer - 1, self.num_layers, every) if every else range(0)
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
-        """Return the FLOPs of attention in all layers for one document, both passes.
+        """Return the FLOPs of attention in all layers for one document.
 
-        6 (s^2 + p^2) q per layer; s: `length`; q: the width of all heads; p: the length of the
-        bidirectional `prefix` (0 if causal, s if bidirectional). In layers with a window,
-        `visible_pairs` replaces the squares.
+        Forward and backward: 6 (s^2 + p^2) q per layer, with s = `length`, p = `prefix` and the
+        width q of all query heads. In layers with a window, `visible_pairs` replaces the squares.
+
+        Args:
+            length: Tokens of the document.
+            prefix: Tokens at its start that attend to each other: 0 if causal, `length` if
+                bidirectional.
         """
         window = self.window_size
         local = self.local_layers
@@ -266,11 +273,13 @@ class ModelConfig:
         return 6 * self.query_size * pairs
 
     def head_flops(self, outputs: int, predicted: float) -> float:
-        """Return the FLOPs of the logits and of the prediction head, both passes.
+        """Return the FLOPs of the logits and of the prediction head.
+
+        Forward and backward are counted.
 
         Args:
             outputs: Logits at each position: the vocabulary, or an objective's classes.
-            predicted: Number of positions, which may be a mean.
+            predicted: Number of predicted positions, which may be a mean.
         """
         return (
             6 * self.hidden_size * (outputs + self.prediction_head * self.hidden_size) * predicted
@@ -284,9 +293,9 @@ class ModelConfig:
         *,
         selects_rows: bool = True,
     ) -> int:
-        """Return the FLOPs of training the whole model on documents, both passes.
+        """Return the FLOPs of training the whole model on documents.
 
-        Recomputation is not counted.
+        Forward and backward are counted, recomputation is not.
 
         Args:
             outputs: Logits at each predicted position: the vocabulary without padding, or an
@@ -313,7 +322,8 @@ class ModelConfig:
     def unselected_flops_per_token(self) -> int:
         """Return the FLOPs of the last layer after its attention for one token.
 
-        They are those of both passes of the output projection and the MLP.
+        They are those of the output projection and the MLP in forward and backward, which positions
+        without a prediction do not need.
         """
         return 6 * self.hidden_size * (self.query_size + self.mlp_matrices * self.ffn_hidden_size)
 
@@ -321,6 +331,9 @@ class ModelConfig:
         """Check that the shape is valid and can be split over tensor-parallel ranks.
 
         The split of the layers over pipeline stages is not checked.
+
+        Args:
+            tensor_parallel: Number of tensor-parallel ranks.
 
         Raises:
             InputError: A field is invalid; the error names its flag.
@@ -492,7 +505,7 @@ def get_preset(name: str) -> ModelConfig:
     """Return the ModelConfig of a preset, such as 610m.
 
     Args:
-        name: Name of the preset, in any case.
+        name: Name of the preset, in upper or lower case.
 
     Raises:
         InputError: There is no such preset; the error lists all.
@@ -508,7 +521,10 @@ def get_preset(name: str) -> ModelConfig:
 def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel: int) -> int:
     """Return the size of the vocabulary with padding, over all tensor-parallel ranks.
 
-    It is the smallest at which each of `tensor_parallel` ranks holds a multiple of `multiple` rows.
+    Args:
+        vocab_size: Number of tokens.
+        multiple: Number that divides the rows of each rank.
+        tensor_parallel: Number of tensor-parallel ranks, which get equally many rows.
     """
     total = multiple * tensor_parallel
     return -(-vocab_size // total) * total

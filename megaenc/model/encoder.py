@@ -60,7 +60,8 @@ class Encoder(LanguageModule):
     Args:
         vocab_size: Vocabulary without padding, which the chunk adds.
         seq_length: Most tokens of a document, for which rotary angles are computed.
-        chunk: Number of the chunk on this stage, from 0, if stages are interleaved, else None.
+        dtype: Dtype of weights and activations, float32 or bfloat16.
+        chunk: Index, from 0, of the chunk on this stage if stages are interleaved, else None.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Encoder(LanguageModule):
         self.setup_embeddings_and_output_layer()
 
     def set_rotary_base(self, base: float) -> None:
-        """Set the base period of the rotary positions.
+        """Set the base period of the rotary positions from the next `forward` on.
 
         Local layers keep theirs if the model has `local_rotary_base` or
         `rotary_seq_len_interpolation_factor`; otherwise they share that of the global layers.
@@ -191,6 +192,8 @@ class Encoder(LanguageModule):
         predictions: Predictions,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the loss, logits or hidden states of a row of packed documents.
+
+        A collective call of the ranks of a tensor-parallel group.
 
         Args:
             tokens: int64[1, S], token ids of a row; read on the first pipeline stage only.
@@ -227,7 +230,9 @@ class Encoder(LanguageModule):
         """Return the summed loss or the logits at the positions of `predictions`.
 
         Args:
-            hidden_S1H: Output of the layers; with sequence parallelism this rank's rows of it.
+            hidden_S1H: Output of the layers [S, 1, H]; with sequence parallelism this rank's rows
+                of it.
+            predictions: Positions and labels; positions None: all rows of `hidden_S1H`.
 
         Returns:
             (summed loss, number correct) as of `linear_cross_entropy`, or without labels logits
@@ -298,6 +303,10 @@ class PredictionHead(torch.nn.Module):
 
     It is norm(activation(dense(x))) (arXiv 1810.04805). Tensor-parallel ranks compute the same: its
     product is small next to the output layer's.
+
+    Args:
+        activation: Elementwise function.
+        norm: Norm module of width `config.hidden_size`.
     """
 
     def __init__(
@@ -350,10 +359,12 @@ class OutputLayer(ColumnParallelLinear):
         weight: Tensor | None,
         predictions: Predictions,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the summed loss or the logits of hidden states.
+        """Return the summed loss or, without labels, the logits of hidden states.
 
         Args:
+            hidden_NH: Hidden states at the predicted positions, equal on all tensor-parallel ranks.
             weight: Weight of the embedding if it is tied, else None.
+            predictions: Labels and weights; `positions` is not read.
 
         Returns:
             As `Encoder.head`.
@@ -396,6 +407,7 @@ def build_model_chunks(
     Args:
         vocab_size: Vocabulary without padding, which the chunks add.
         seq_length: Most tokens of a document.
+        dtype: Dtype of weights and activations, float32 or bfloat16.
         seed: Seed of the initial weights; None: uninitialized, for weights that are loaded.
         kernels: Kernels to use; none of Triton unless given.
 
@@ -430,7 +442,7 @@ def build_encoder(*args: Any, **kwargs: Any) -> Encoder:
 
 
 def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield this rank's parameters with their names in the full model.
+    """Yield (name in the full model, parameter) of each parameter of this rank's chunk.
 
     Layers are numbered from 0 over all pipeline stages. A tied output layer has the embedding's
     name. A parameter that ranks split is this rank's part.
@@ -451,8 +463,9 @@ def init_weights(
 ) -> torch.nn.Module:
     """Initialize a model chunk in place and return it.
 
-    Matrices are drawn by `seed` and `model.init_method`. Weights of norms are 1, or 0 with
-    `model.apply_layernorm_1p`; biases and padding are 0. Ranks do not communicate.
+    Matrices are drawn by `model.init_method`, as a function of `seed` and their name, equal in
+    every parallel layout. Weights of norms are 1, or 0 with `model.apply_layernorm_1p`; biases and
+    padding are 0. Ranks do not communicate.
 
     Args:
         vocab_size: Vocabulary without padding.

@@ -35,8 +35,8 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return x / rms(x) * weight in the dtype of `x` (Zhang & Sennrich 2019).
 
-    It is computed in float32, for the CPU, on which torch's own writes a float32 copy of `x` after
-    each operation and keeps two for backward.
+    It is computed in float32 and has gradients. It is for the CPU, on which torch's own norm writes
+    a float32 copy of `x` after each operation and keeps two for backward.
 
     Args:
         x: [..., H].
@@ -105,10 +105,11 @@ class _RMSNorm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary positions of a pack's tokens (arXiv 2104.09864).
+    """Rotary positions of a row's tokens (arXiv 2104.09864), applied by a call.
 
-    It is called to rotate queries or keys. Element i of a head is rotated together with element i +
-    dim / 2. cos and sin are float32[S, 1, 1, dim / 2], times the scale of `from_angles`.
+    Built by `from_angles`. A call rotates queries or keys; element i of a head is rotated together
+    with element i + dim / 2. `cos` and `sin` are float32[S, 1, 1, dim / 2], times the scale of
+    `from_angles`.
     """
 
     cos: Tensor
@@ -137,7 +138,8 @@ class Rotation:
     def __call__(self, x: Tensor) -> Tensor:
         """Return a tensor [S, 1, heads, dim] rotated by the angles of each token.
 
-        It is computed in the dtype of `x` unless fused.
+        It has the dtype of `x`, in which it is computed unless fused, and gradients. `x` is not
+        changed.
         """
         if self.fused:
             from megaenc.model.kernels.rotary import rotate
@@ -148,7 +150,7 @@ class Rotation:
     def split(self, mixed: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of a joint projection, the first two rotated.
 
-        Values are copied too, so that `mixed` is freed.
+        All three are copies with gradients, so that `mixed` is freed.
 
         Args:
             mixed: [S, 1, G, (R + 2) dim]: for each of G groups R queries, a key and a value.
@@ -254,7 +256,11 @@ def _copy_qkv(
 
 
 class Activation(NamedTuple):
-    """Activation of the gated MLP and of the prediction head."""
+    """Activation of the gated MLP and of the prediction head.
+
+    function: elementwise, of a tensor; backward: (gradient of the output, input, *, grad_input),
+    which writes the gradient of the input to `grad_input`; kernel: field of FusedKernels.
+    """
 
     function: Callable[[Tensor], Tensor]
     backward: Callable[..., Tensor]
@@ -282,6 +288,7 @@ class GatedActivation(MegatronModule):
     Gate and up are the halves of the input's last dimension (Shazeer 2020, arXiv 2002.05202).
 
     Args:
+        config: Passed by megatron-core; not read.
         activation: Name in ACTIVATIONS.
         fused: Whether to use the Triton kernel.
     """
@@ -340,14 +347,14 @@ _LAYER_STEP = 0x85EBCA77
 def dropout(x: Tensor, keys: Tensor, layer: int, probability: float, fused: bool = False) -> Tensor:
     """Return hidden states after dropout: x / (1 - probability), or 0, in its dtype.
 
-    Which elements are kept is a function of (key, layer, channel) only, so that it is the same in
-    every parallel layout, under recomputation and after a resume. Backward computes it again.
-    Elements are dropped in evaluation mode, too.
+    Elements are dropped in evaluation mode, too. Which ones is a function of (key, layer, channel)
+    only, so that they are the same in every parallel layout, under recomputation and after a
+    resume.
 
     Args:
         x: Hidden states [S, 1, H].
         keys: int64[S], random numbers of the tokens.
-        layer: Number of the layer in the whole model, from 1.
+        layer: Index of the layer in the whole model, from 1.
         probability: Probability that an element becomes 0, from 0 to below 1, which is not checked.
         fused: Use the Triton kernel, which drops the same elements.
     """

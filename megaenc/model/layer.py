@@ -23,7 +23,7 @@ from megaenc.model.packed_sequences import PackedSequences
 class EncoderLayer(TransformerLayer):
     """Pre-norm layer that leaves the residual addition to the norm after it.
 
-    That norm may be the one of the next layer.
+    That norm may be the one of the next layer. megatron-core builds it from the layer spec.
 
     Args:
         is_last: Whether it is the last layer of its model chunk, after which no PendingSum is
@@ -167,7 +167,8 @@ class PackedSelfAttention(SelfAttention):
 class PackedAttention(MegatronModule):
     """Core attention for PackedSelfAttention, within each document.
 
-    It is softmax(q k^T / sqrt(dim)) v with q and k rotated.
+    It is softmax(q k^T / sqrt(dim)) v with q and k rotated. Arguments that are not listed are
+    megatron-core's and ignored, except `config`.
 
     Args:
         softmax_scale: Factor of the scores in place of 1 / sqrt(dim); None: that one.

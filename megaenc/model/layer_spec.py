@@ -37,9 +37,14 @@ _DEFAULT_KERNELS = KernelConfig()
 def select_norm(
     model: ModelConfig, kernels: KernelConfig, fused: FusedKernels
 ) -> ModuleSpec | type:
-    """Return the class or spec of the model's norms.
+    """Return the class or spec of the norms of hidden states, heads and outputs.
 
-    It is built with the arguments `config`, `hidden_size` and `eps`.
+    megatron-core's `build_module` makes a norm of it with the keyword arguments `config`,
+    `hidden_size` and `eps`.
+
+    Args:
+        kernels: Choice of Transformer Engine.
+        fused: Enabled Triton kernels.
     """
     if model.normalization == "LayerNorm":
         return ModuleSpec(
@@ -53,7 +58,8 @@ def select_norm(
 def list_fused_kernels(model: ModelConfig) -> tuple[str, ...]:
     """Return the names of the Triton kernels that a model can use.
 
-    They are fields of FusedKernels, whether or not the kernels work here.
+    They are fields of FusedKernels, for `select_fused_kernels`, which tests whether they work on
+    this machine.
     """
     names = ["rotary", ACTIVATIONS[model.activation].kernel, "loss", "sum"]
     if model.normalization == "RMSNorm":
@@ -74,7 +80,9 @@ def build_transformer_config(
     """Return megatron-core's TransformerConfig of a model.
 
     Args:
-        dtype: float32 or bfloat16.
+        layout: Sizes of tensor, pipeline and sequence parallelism, and recomputation.
+        dtype: Dtype of weights and activations, float32 or bfloat16.
+        kernels: Read for Transformer Engine and its float8 format.
 
     Raises:
         InputError: `layout` cannot divide the layers.
@@ -172,10 +180,10 @@ def build_block_spec(
 
     Args:
         config: Result of `build_transformer_config`.
-        chunk: Number of the chunk on this stage, from 0, if stages are interleaved, else None.
+        chunk: Index, from 0, of the chunk on this stage if stages are interleaved, else None.
         fused: Enabled Triton kernels.
-        has_head: Whether the output layer follows. For it the last layer computes only the
-            predicted positions if `layout.selects_rows`.
+        has_head: Whether the output layer follows. Its last layer then computes only the predicted
+            positions if `layout.selects_rows`.
     """
     first = get_transformer_layer_offset(config, chunk)
     layer_indices = range(first, first + get_num_layers_to_build(config, chunk))

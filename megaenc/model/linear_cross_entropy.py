@@ -36,10 +36,14 @@ _CACHE_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class Predictions:
-    """Positions of a row whose outputs are scored, with labels; N may be 0.
+    """Positions of a row whose outputs are scored, with their N labels; N may be 0.
 
-    Without labels, logits are returned in place of losses. With label distributions, which need
-    labels next to them, the losses are of the distributions, and labels count only for accuracy.
+    positions: int64[N], increasing; None: all rows. labels: int64[N], ids in the whole vocabulary,
+    or classes; None: logits are returned in place of losses. weights: float32[N], factors of the
+    losses; None: 1. soft_labels: ids int64[N, K] and probabilities float32[N, K], whose
+    cross-entropy replaces that of the labels, which then count only for accuracy. classes: number
+    of classes, the first rows of the output layer; 0: labels are token ids. per_token: return
+    losses float32[N] in place of their sum; only without gradients.
     """
 
     positions: Tensor | None
@@ -71,18 +75,18 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of the output layer, and the number correct.
 
-    It is that of softmax(hidden weight^T + bias). The prediction is the likeliest token, the lowest
-    id on a tie. Exact gradients are computed in forward, so that one softmax suffices; backward
-    scales them and sums those of `hidden_NH` over `group`. So all ranks of `group` call it
-    together, and backward runs once.
+    It is that of softmax(hidden weight^T + bias). All ranks of `group` call it together, with equal
+    `hidden_NH` and `predictions`; backward runs once. The prediction is the likeliest token, the
+    lowest id on a tie. Exact gradients are computed in forward, so that one softmax suffices;
+    backward scales them and sums those of `hidden_NH` over `group`.
 
     With label distributions q, the cross-entropies are logsumexp(z) - sum_k q_k z[id_k]. Neither
     with these nor with classes is the fused kernel used, which reads one label and is made for wide
     rows.
 
     Args:
-        hidden_NH: Outputs at the positions of `predictions`.
-        weight_VH: This rank's part of the vocabulary's rows.
+        hidden_NH: Hidden states [N, H] at the positions of `predictions`.
+        weight_VH: This rank's rows of the output layer's weight, in the dtype of `hidden_NH`.
         predictions: Labels, which are required, weights and label distributions; `positions` is not
             read.
         columns: Rows of `weight_VH` without padding, which follows them.
@@ -119,14 +123,14 @@ def linear_cross_entropy(
 
 
 def rows_per_chunk(predictions: int, row_size: int, chunk_size: int) -> int:
-    """Return the number of rows of a chunk, so that few equal chunks suffice.
+    """Return the number of predictions of a chunk, so that few equal chunks suffice.
 
     It is at most `chunk_size // row_size`, rounded to a multiple of 128 if possible, and at least
     1.
 
     Args:
-        predictions: Rows of all chunks; may be 0.
-        row_size: Size of a row, in the unit of `chunk_size`: logits or bytes.
+        predictions: Predictions of all chunks; may be 0.
+        row_size: Size of the logits of one, in the unit of `chunk_size`: logits or bytes.
         chunk_size: Largest size of a chunk.
     """
     max_rows = max(1, chunk_size // row_size)

@@ -15,9 +15,9 @@ from megaenc.model.functional import rms_norm as rms_norm_on_host
 
 
 class PendingSum(NamedTuple):
-    """Hidden states [S, 1, H] that the next norm adds up.
+    """Hidden states as a sum that is not computed yet, so that the next norm does it.
 
-    They are the residual stream and the output of the last sublayer.
+    residual: residual stream; output: output of the last attention or MLP; both [S, 1, H].
     """
 
     residual: Tensor
@@ -35,6 +35,11 @@ class RMSNorm(torch.nn.Module):
     with megatron-core's option `layernorm_zero_centered_gamma`. megatron-core's wrapper of torch's
     norm refuses sequence parallelism, which only needs an attribute of the weight, so that its
     gradient is summed over the tensor-parallel ranks.
+
+    Args:
+        config: Read for the dtype of the weight, zero-centering and sequence parallelism.
+        hidden_size: Width of the last dimension.
+        fused: Whether to use the Triton kernel.
     """
 
     def __init__(
@@ -57,8 +62,8 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return x / rms(x) * weight, [..., H], or * (weight + 1) if `is_zero_centered`.
 
-        With `residual`, return (residual + x, its norm), in one pass unless torch's own norm is
-        used.
+        With `residual`, [..., H], return (residual + x, its norm), in one pass unless torch's own
+        norm is used.
         """
         weight = self.weight.float() + 1 if self.is_zero_centered else self.weight
         if self.fused:
@@ -75,8 +80,12 @@ class RMSNorm(torch.nn.Module):
 class LayerNorm(torch.nn.Module):
     """LayerNorm layer with a learned weight and an optional bias.
 
-    megatron-core's always has a bias. With a bias it is computed by torch, as the Triton kernel has
-    none.
+    megatron-core's always has a bias.
+
+    Args:
+        config: Read for the dtype of the weights and sequence parallelism.
+        hidden_size: Width of the last dimension.
+        fused: Whether to use the Triton kernel; without effect with a bias.
     """
 
     def __init__(
@@ -103,7 +112,7 @@ class LayerNorm(torch.nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return (x - mean(x)) / std(x) * weight + bias, [..., H].
 
-        With `residual`, return (residual + x, its norm).
+        With `residual`, [..., H], return (residual + x, its norm).
         """
         if self.fused:
             from megaenc.model.kernels.norm import layer_norm
@@ -118,6 +127,10 @@ class PostNorm(torch.nn.Module):
     """Norm of a layer's attention or MLP output before the residual addition.
 
     It takes the place of megatron-core's bias-dropout-add.
+
+    Args:
+        norm: Class or spec of the norm (see `select_norm`).
+        config: Read for the width and epsilon of the norm.
     """
 
     def __init__(self, norm: ModuleSpec | type, config: TransformerConfig):
@@ -134,8 +147,9 @@ class PostNorm(torch.nn.Module):
 def add_and_norm(norm: torch.nn.Module, hidden: Tensor | PendingSum) -> tuple[Tensor, Tensor]:
     """Return the residual stream and its norm, [S, 1, H] each.
 
-    `hidden` has the hidden states, or a sum that is not computed yet. Only RMSNorm and LayerNorm
-    compute the sum in the pass of the norm.
+    Args:
+        norm: Norm module; RMSNorm and LayerNorm compute a pending sum in the same pass.
+        hidden: Residual stream [S, 1, H], or its PendingSum, which is added up.
     """
     if isinstance(hidden, PendingSum) and isinstance(norm, RMSNorm | LayerNorm):
         return norm(hidden.output, hidden.residual)

@@ -14,7 +14,12 @@ from megaenc.objectives import Attention
 
 @dataclass(frozen=True)
 class PrefixRows:
-    """Prefixes and suffixes of a pack, for kernels with one mask per call."""
+    """Token indices of prefixes and suffixes under prefix attention.
+
+    Each document is a prefix, whose tokens attend to each other, and a suffix, whose tokens attend
+    to all tokens before them. Kernels with one mask per call attend to both separately. Built by
+    `from_lengths`.
+    """
 
     prefix: torch.Tensor  # int64[P], the token indices of prefixes; may be empty
     suffix: torch.Tensor  # int64[S - P]; may be empty
@@ -27,10 +32,12 @@ class PrefixRows:
     def from_lengths(
         cls, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device
     ) -> "PrefixRows":
-        """Return the PrefixRows of documents on a device.
+        """Return the PrefixRows of the documents of a row, with tensors on `device`.
 
-        `lengths` and `prefixes`, the prefix lengths, are int64[D]. A prefix may be empty or the
-        whole document.
+        Args:
+            lengths: int64[D], tokens of each document, in order.
+            prefixes: int64[D], tokens of each document's prefix, from 0 to its length.
+            device: Device of the tensors.
         """
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         in_prefix = positions < np.repeat(prefixes, lengths)
@@ -46,11 +53,12 @@ class PrefixRows:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Document boundaries, attention mask and rotary positions of one pack.
+    """Document boundaries, attention mask and rotary positions of one row of tokens.
 
-    They are passed to the core attention as `packed_seq_params`. `qkv_format` stays "sbhd", so that
-    megatron-core's SelfAttention does not change the layout. Unlike `attention_mask`, it reaches
-    the core attention in every recompute mode.
+    Built by `from_cu_seqlens`; `Encoder.forward` adds the rotary positions in a copy. It is passed
+    to the core attention as `packed_seq_params`, which, unlike `attention_mask`, reaches it in
+    every recompute mode. `qkv_format` stays "sbhd", so that megatron-core's SelfAttention does not
+    change the layout.
     """
 
     attention: Attention = Attention.BIDIRECTIONAL
@@ -80,11 +88,13 @@ class PackedSequences(PackedSeqParams):
         device: torch.device,
         prefixes: np.ndarray | None = None,
     ) -> "PackedSequences":
-        """Return the PackedSequences of a pack, without rotary positions and dropout.
+        """Return the PackedSequences of a row, without rotary positions and dropout.
 
         Args:
-            cu_seqlens: Document boundaries, increasing from 0 to the number of tokens.
-            prefixes: Prefix length of each document under prefix attention, else None.
+            cu_seqlens: Cumulative document lengths, increasing from 0 to the number of tokens.
+            attention: Mask within each document.
+            device: Device of the model, to which tensors are copied.
+            prefixes: int64[D], prefix length of each document, under prefix attention; else None.
 
         Raises:
             ValueError: `prefixes` do not fit the attention or the documents.
@@ -119,10 +129,11 @@ class PackedSequences(PackedSeqParams):
         )
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Return (start, prefix end, stop) of each document.
+        """Return (start, prefix end, stop) of each document, in order, as token indices.
 
-        Tokens before the prefix end attend to each other, those after it to all tokens before them;
-        it is `stop` under bidirectional and `start` under causal attention.
+        Tokens from `start` to before `prefix end` attend to each other, later ones to all tokens of
+        their document before them; `prefix end` is `stop` under bidirectional and `start` under
+        causal attention.
         """
         if self.attention == Attention.PREFIX:
             return [
@@ -136,6 +147,6 @@ class PackedSequences(PackedSeqParams):
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy of a CPU tensor on a device, started without blocking.
 
-    It is the tensor itself if `device` is a CPU.
+    The copy is made from pinned memory in the current stream. On a CPU it is the tensor itself.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -55,15 +55,19 @@ def _spec_provider() -> Any:
 
 
 def linear_classes() -> tuple[type, type]:
-    """Return Transformer Engine's column-parallel and row-parallel linear class."""
+    """Return Transformer Engine's column-parallel and row-parallel linear class.
+
+    The package must be installed (`check_transformer_engine`).
+    """
     provider = _spec_provider()
     return provider.column_parallel_linear(), provider.row_parallel_linear()
 
 
 class RMSNormFactory:
-    """Factory of Transformer Engine's RMSNorm module.
+    """Factory whose call returns a module RMSNorm of Transformer Engine.
 
-    It is a class because megatron-core does not call functions in a layer's specification.
+    It is a class because megatron-core does not call functions in a layer's specification. Other
+    arguments than those named are ignored.
     """
 
     def __new__(
