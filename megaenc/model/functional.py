@@ -259,14 +259,13 @@ class Activation(NamedTuple):
     """Activation of the gated MLP and of the prediction head.
 
     function: elementwise, of a tensor; backward: (gradient of the output, input, *, grad_input),
-    which writes the gradient of the input to `grad_input`; kernel: field of FusedKernels.
+    which writes the gradient of the input to `grad_input`; kernel: field of FusedKernels
+    for its gated form, empty if there is none.
     """
 
     function: Callable[[Tensor], Tensor]
     backward: Callable[..., Tensor]
-    """Function of the gradient and the input that writes to `grad_input`."""
     kernel: str = ""
-    """Field of FusedKernels for its gated form, which torch computes without one."""
 
 
 _GELU_TANH = {"approximate": "tanh"}

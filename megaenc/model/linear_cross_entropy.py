@@ -47,19 +47,11 @@ class Predictions:
     """
 
     positions: Tensor | None
-    """int64[N], increasing; None for all positions"""
     labels: Tensor | None = None
-    """int64[N], global token ids, or classes below `classes`; None for logits in place of losses"""
     weights: Tensor | None = None
-    """float32[N], factors of the losses; None for 1"""
     soft_labels: tuple[Tensor, Tensor] | None = None
-    """ids int64[N, K] and probabilities float32[N, K] of label distributions"""
     classes: int = 0
-    """number of classes that the labels are of: the first rows of the output layer are theirs; 0 if
-    they are token ids"""
     per_token: bool = False
-    """whether the losses times `weights` are returned one by one, float32[N], instead of as their
-    sum; without gradients only"""
 
 
 def linear_cross_entropy(

@@ -53,11 +53,14 @@ def compute_attention(
 ) -> Tensor:
     """Return attention within documents, computed by an attention backend.
 
+    It has gradients.
+
     Args:
         name: One of BACKENDS that lacks nothing (`missing_requirement`); not checked.
-        q: Queries [S, H, D].
+        q: Queries [S, H, D]; rotary positions are already applied to `q` and `k`.
         k: Keys [S, G, D].
         v: Values [S, G, D].
+        packing: Documents of the S tokens, and their mask.
         scale: Factor of the scores; None: 1 / sqrt(D).
         window: Tokens to each side that a token attends to, if the mask allows; None: all of its
             document.
@@ -88,7 +91,11 @@ def compute_attention(
 def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return the reason why an attention backend cannot run on a device in a dtype.
 
-    The text is empty if the backend can run.
+    The text, a phrase such as "needs a CPU", is empty if the backend can run.
+
+    Args:
+        name: One of BACKENDS.
+        dtype: Dtype of queries, keys and values.
     """
     if name == "sdpa":
         return ""
@@ -140,8 +147,8 @@ def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window)
 def flash_attn_versions(device: torch.device) -> list[int]:
     """Return the usable major versions of flash-attn in the order of trial: 4, 3, 2.
 
-    They are installed, support the accelerator `device` and are not excluded. The list may be
-    empty.
+    They are installed, support the accelerator `device` (not a CPU) and are not excluded by
+    `exclude_flash_attn`. The list may be empty. No version is imported.
     """
     versions = _installed_flash_versions()
     return [
@@ -152,9 +159,9 @@ def flash_attn_versions(device: torch.device) -> list[int]:
 
 
 def exclude_flash_attn(version: int) -> None:
-    """Leave a major version of flash-attn (4, 3 or 2) unused in this process.
+    """Leave a major version of flash-attn (4, 3 or 2) unused in this process from now on.
 
-    It cannot be imported, compiled or trusted here.
+    For a version that cannot be imported or compiled, or that has failed its self-test.
     """
     _excluded_versions.add(version)
     load_flash_kernel.cache_clear()
@@ -183,6 +190,10 @@ def describe_backend(name: str, device: torch.device) -> str:
     """Return the backend's name, for flash with the release of its package.
 
     For example `flash (flash-attn 4.0.0b36)`, but `sdpa`.
+
+    Args:
+        name: One of BACKENDS.
+        device: Accelerator; read for flash only.
 
     Raises:
         IndexError: `name` is flash, and no version of flash-attn is usable.

@@ -40,8 +40,9 @@ def attend_in_blocks(
         q: Queries [S, H, D].
         k: Keys [S, G, D].
         v: Values [S, G, D].
+        packing: Documents of the S tokens, and their mask.
         scale: Factor of the scores.
-        window: Tokens to each side that a token attends to.
+        window: Tokens to each side that a token attends to, if the mask allows.
 
     Returns:
         Attention [S, H, D].

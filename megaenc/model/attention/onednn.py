@@ -71,10 +71,11 @@ class DocumentBatch:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Layout of a pack for batched products, with documents in order of length.
+    """Layout of a row's tokens for batched products, with documents in order of length.
 
-    Each document is [groups, padded tokens, width]. The query heads of a group are `repeats` rows
-    for each token, so that keys and values are not copied.
+    Each document is padded and has the shape [groups, padded tokens, width], with `groups`
+    key/value heads. The `repeats` query heads of a group are rows of each token, so that keys and
+    values are not copied. Built by `from_packed`.
     """
 
     groups: int
@@ -88,9 +89,10 @@ class PackLayout:
     def from_packed(
         cls, packing: PackedSequences, heads: int, groups: int, window: int | None
     ) -> "PackLayout":
-        """Return the PackLayout of a pack.
+        """Return the PackLayout of a row, with tensors on the CPU.
 
         Args:
+            packing: Documents of the row, and their mask.
             heads: Query heads, a multiple of `groups`.
             groups: Key/value heads.
             window: Tokens to each side that are attended to; None: all.
@@ -132,10 +134,12 @@ class PackLayout:
         """Return a tensor of heads in this layout.
 
         Args:
-            x: [S, heads, D]: queries, keys, values or their gradients.
+            x: [S, heads, D]: queries, keys, values or their gradients, with any multiple of
+                `groups` heads.
 
         Returns:
-            [padded tokens, groups, heads / groups * D]; the padding has copies of tokens.
+            [padded tokens, groups, heads / groups * D]; the padding repeats each document's last
+            token.
         """
         rows = x.reshape(len(self.layout_rows), -1)
         return _select_rows(rows, self.source_rows).view(-1, self.groups, rows.size(1))
@@ -151,7 +155,7 @@ class PackLayout:
         return rows.view(len(self.layout_rows) // self.groups, -1, width)
 
     def clear_padding(self, x: Tensor) -> Tensor:
-        """Write zeros to the padding of a tensor of this layout, and return it."""
+        """Write zeros to the padding of a tensor of this layout in place, and return it."""
         x.view(-1, x.size(-1)).index_fill_(0, self.padding_rows, 0)
         return x
 
@@ -252,10 +256,13 @@ def attend_by_products(
 ) -> Tensor:
     """Return attention within documents and a window, by oneDNN's products.
 
+    It has gradients.
+
     Args:
-        q: Queries [S, H, D].
+        q: Queries [S, H, D], on a CPU.
         k: Keys [S, G, D].
         v: Values [S, G, D].
+        packing: Documents of the S tokens, and their mask.
         scale: Factor of the scores.
         window: Tokens to each side that a token attends to; None: all of its document.
 

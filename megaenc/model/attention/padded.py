@@ -27,22 +27,27 @@ MASK_BYTES_LIMIT = 4 * 2**30
 class PaddedBatch:
     """Token positions and attention mask of documents of similar length.
 
-    The documents are padded to [B, L]; some rows may be empty.
+    shape: (B, L), documents and tokens of each with padding; some rows may be empty. tokens: number
+    N of tokens without padding. positions: int64[N], their indices in the flattened [B * L]. bias:
+    [B, 1, L, L], 0 if the query attends to the key, else -inf; None for a causal mask.
     """
 
-    shape: tuple[int, int]  # B, L
-    tokens: int  # N, without padding
-    positions: Tensor  # int64[N], of the tokens in the flattened batch [B * L]
-    # [B, 1, L, L], 0 if the query attends to the key, else -inf; None for a causal mask.
+    shape: tuple[int, int]
+    tokens: int
+    positions: Tensor
     bias: Tensor | None
 
 
 @dataclass(frozen=True)
 class PaddedBatches:
-    """Padded batches of all documents of a pack, and the order of the tokens in them."""
+    """Padded batches of all documents of a row, and the order of the tokens in them.
 
-    order: Tensor  # int64[S], the tokens in the order of the batches
-    inverse_order: Tensor  # int64[S], the position of each token in `order`
+    order: int64[S], the row's tokens in the order of the batches; inverse_order: int64[S], the
+    position of each token in `order`. Built by `from_packed`.
+    """
+
+    order: Tensor
+    inverse_order: Tensor
     batches: list[PaddedBatch]
 
     @classmethod
@@ -53,11 +58,12 @@ class PaddedBatches:
         dtype: torch.dtype,
         window: int | None = None,
     ) -> "PaddedBatches":
-        """Return the PaddedBatches of a pack on a device.
+        """Return the PaddedBatches of a row, with tensors on `device`.
 
         The host does not wait for the device.
 
         Args:
+            packing: Documents of the row, and their mask.
             dtype: Dtype of the masks, of 0 and -inf; causal attention without window has none.
             window: Tokens to each side that are attended to; None: all.
         """
@@ -103,12 +109,13 @@ class PaddedBatches:
 
 
 def max_mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
-    """Return about the maximum bytes of one window's masks for a micro-batch.
+    """Return about the maximum bytes of the masks of a micro-batch, for one window.
 
-    It is reached if each document fills a pack. Masks of other windows take as much again.
+    It is reached if each document fills a pack. Masks of a layer with another window take as much
+    again.
 
     Args:
-        packs: Packs of a micro-batch.
+        packs: Packs of a micro-batch, each a row of `seq_length` tokens.
         seq_length: Tokens of a pack.
         dtype: Dtype of the masks.
     """
@@ -147,9 +154,10 @@ def attend_padded(
     """Return attention within documents, computed by cuDNN on padded batches.
 
     Args:
-        q: Queries [S, H, D]; D is a multiple of 8.
+        q: Queries [S, H, D], on a GPU in bfloat16 or float16; D is a multiple of 8.
         k: Keys [S, G, D].
         v: Values [S, G, D].
+        packing: Documents of the S tokens, and their mask.
         scale: Factor of the scores.
         window: Tokens to each side that a token attends to; None: all of its document.
 
@@ -173,7 +181,7 @@ def attend_padded(
 
 
 def cudnn_only():
-    """Return a context in which torch's scaled dot product uses cuDNN or fails."""
+    """Return a context manager in which torch's scaled dot product uses cuDNN or fails."""
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
 

@@ -31,9 +31,9 @@ _QUERY_SCALE = 2.0  # makes attention peaked, so that a wrong scale or mask is n
 
 @dataclass(frozen=True)
 class TrialPack:
-    """Pack of a self-test: lengths of its documents and of their prefixes.
+    """Row of a self-test: lengths of its documents and of their prefixes, in tokens.
 
-    The prefixes are those under prefix attention.
+    The prefixes, one for each document, are used under prefix attention only.
     """
 
     lengths: tuple[int, ...]  # one token, longer than a kernel's tile, no round length
@@ -41,10 +41,7 @@ class TrialPack:
 
     @property
     def cu_seqlens(self) -> list[int]:
-        """Return the document boundaries as token positions.
-
-        They go from 0 to the number of tokens.
-        """
+        """Return the cumulative document lengths, from 0 to the number of tokens."""
         return [0, *accumulate(self.lengths)]
 
     @property
@@ -86,6 +83,7 @@ def check_backend(
         heads: Query heads of this rank.
         groups: Key/value heads of this rank.
         head_dim: Width of a head.
+        dtype: Dtype of queries, keys and values.
         masks: Masks to test.
         windows: Windows of the model's layers, None for global attention; no iterator, as they are
             read for each mask. A window is cut to a quarter of the longest document of a trial.
@@ -182,6 +180,7 @@ def error_tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> flo
     Args:
         dtype: Dtype of inputs and results.
         terms: Numbers that the backend sums in float32.
+        device: Device of the backend, whose float32 products may be rounded to TF32.
     """
     unit = torch.finfo(dtype).eps / 2
     if dtype == torch.float32 and uses_tf32(device):
@@ -194,6 +193,10 @@ def max_relative_error(actual: Tensor, expected: Tensor) -> float:
 
     The norm of the error is divided by the expected norm or by the root mean square of all expected
     norms, whichever is larger, which avoids a division by zero. The result is NaN for any NaN.
+
+    Args:
+        actual: [S, heads, D].
+        expected: Of the same shape.
     """
     size = torch.linalg.vector_norm(expected, dim=-1)
     error = torch.linalg.vector_norm(actual - expected, dim=-1) / size.clamp(

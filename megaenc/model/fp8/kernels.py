@@ -16,9 +16,9 @@ _TILE = 64
 
 
 def amax_bits(x: Tensor) -> Tensor:
-    """Return the float32 bits, as int32[], of the largest magnitude in a tensor.
+    """Return the float32 bit pattern of max abs(x), as int32[] on the device of `x`.
 
-    NaN is the largest, then infinity.
+    NaN is the largest, then infinity. `x` has any floating-point dtype.
     """
     x = x.contiguous()
     bits = torch.zeros((), dtype=torch.int32, device=x.device)
@@ -32,11 +32,13 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Return a tensor as float8, scaled by a power of two, and the inverse scale.
 
-    The inverse scale, float32[], is NaN if `x` has NaN or infinity.
+    The inverse scale, float32[], is NaN if `amax_bits` is not finite.
 
     Args:
-        amax_bits: Bits, as float32, of the largest magnitude in `x`, int32[] from `amax_bits`.
-        max_bits: Bits, as float32, of the largest number of `dtype`, from `max_value_bits`.
+        amax_bits: Result of the function `amax_bits`, int32[], for `x`, or for a matrix of which
+            `x` is a part.
+        dtype: float8 dtype of the result.
+        max_bits: `max_value_bits` of `dtype`.
     """
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -27,11 +27,12 @@ def check_linear_layers(
     Other layers are not checked. Ranks do not communicate.
 
     Args:
+        kernels: Choice of the layers (`transformer_impl`, `fp8_format`).
         widths: (output, input) widths of the layers on this rank; only for float8.
         dtype: Dtype of inputs and weights; only for float8.
 
     Raises:
-        InputError: They cannot be used on this machine.
+        InputError: They cannot be used on this machine; the error names the flag.
     """
     if kernels.transformer_impl == "transformer_engine":
         transformer_engine.check_transformer_engine(kernels.fp8_format)
@@ -48,7 +49,7 @@ def check_float8_linear(
     independent, plus 2^-7 for results in bfloat16 and fast accumulation.
 
     Args:
-        fp8_format: `hybrid` or `e4m3`.
+        fp8_format: `hybrid` or `e4m3`, as in `select_float8_recipe`.
         widths: (output, input) widths of the layers on this rank.
         dtype: Dtype of inputs, weights and results.
 
@@ -125,14 +126,16 @@ class _Float8LinearMixin:
 class Float8ColumnParallelLinear(_Float8LinearMixin, ColumnParallelLinear):
     """Column-parallel linear layer with float8 matrix products.
 
-    Each rank has some of the output columns.
+    Each tensor-parallel rank computes some of the outputs. Arguments are those of
+    ColumnParallelLinear, and `float8`, a Float8Recipe. The weight keeps its dtype.
     """
 
 
 class Float8RowParallelLinear(_Float8LinearMixin, RowParallelLinear):
     """Row-parallel linear layer with float8 matrix products.
 
-    Each rank has some of the input columns.
+    Each tensor-parallel rank has some of the inputs. Arguments are those of RowParallelLinear, and
+    `float8`, a Float8Recipe. The weight keeps its dtype.
     """
 
 

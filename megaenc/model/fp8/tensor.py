@@ -27,9 +27,10 @@ _NAN = 0x7FC00000
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """float8 dtypes and operations of linear layers.
+    """float8 dtypes and operations of linear layers, by `select_float8_recipe`.
 
-    `forward` is the dtype of inputs and weights, `gradient` that of output gradients.
+    `forward` is the float8 dtype of inputs and weights, `gradient` that of output gradients;
+    `triton` selects Triton kernels in place of torch's operations, with the same results.
     """
 
     forward: torch.dtype
@@ -39,9 +40,10 @@ class Float8Recipe:
     fewer passes"""
 
     def amax_bits(self, x: Tensor) -> Tensor:
-        """Return the float32 bits, as int32[], of the largest magnitude in a tensor.
+        """Return the float32 bit pattern of max abs(x), as int32[] on the device of `x`.
 
-        NaN is the largest, then infinity.
+        NaN is the largest, then infinity. Patterns are ordered like their magnitudes, so that those
+        of parts of a matrix are combined by their maximum.
         """
         if self.triton:
             from megaenc.model.fp8 import kernels
@@ -59,7 +61,7 @@ class Float8Recipe:
         Args:
             amax_bits: Result of the method `amax_bits` for `x`, or for a matrix of which `x` is a
                 part.
-            dtype: `forward` or `gradient`.
+            dtype: float8 dtype of the result, `forward` or `gradient` of this recipe.
 
         Returns:
             (float8 tensor, inverse scale float32[]). The inverse scale is NaN if `amax_bits` is not
@@ -98,12 +100,11 @@ class Float8Recipe:
         out_dtype: torch.dtype,
         fast: bool = False,
     ) -> Tensor:
-        """Return a product of float8 matrices times both inverse scales.
+        """Return the product a b^T of float8 matrices times both inverse scales.
 
         Args:
             a: [n, k].
-            b: [m, k], the transpose of the second factor. On accelerators m and k are multiples of
-                16.
+            b: [m, k]. On accelerators m and k are multiples of 16.
             a_inverse: Inverse scale of `a`, float32[].
             b_inverse: Inverse scale of `b`, float32[].
             fast: Whether to use the hardware's less accurate accumulation, sufficient for forward.
@@ -121,14 +122,15 @@ class Float8Recipe:
 
 @functools.cache
 def max_value_bits(dtype: torch.dtype) -> int:
-    """Return the float32 bits, as an integer, of the largest finite number of `dtype`."""
+    """Return the float32 bit pattern of the largest finite number of `dtype`."""
     return int(torch.tensor(torch.finfo(dtype).max, dtype=torch.float32).view(torch.int32))
 
 
 def rounding_error(dtype: torch.dtype) -> float:
-    """Return an upper bound of the error of rounding numbers to a float8 dtype.
+    """Return an upper bound of the relative error of rounding numbers to a float8 dtype.
 
-    It bounds the root mean square of the relative error of numbers in the normal range.
+    It bounds the root mean square over many numbers in the normal range; it is a fraction, not a
+    percentage.
     """
     # torch.finfo is wrong for float8_e5m2fnuz.
     next_value = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)

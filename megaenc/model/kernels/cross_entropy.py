@@ -75,6 +75,7 @@ def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns:
     lowest number, 0, 0 and `first`.
 
     Args:
+        logits_nV: This rank's logits with padding.
         labels_n: int64[n], token ids of the whole vocabulary.
         first: Token id at which the rank's part begins.
         columns: Number of columns before the padding.
@@ -106,8 +107,10 @@ def logits_to_gradient_(
     The gradient is exp(score - highest) / sum, minus 1 at the label, and 0 in padding.
 
     Args:
-        highest_n: Highest scores in the whole vocabulary.
-        sum_n: Sums of exp(score - highest) over the whole vocabulary.
+        logits_nV: This rank's logits with padding; overwritten.
+        labels_n: int64[n], token ids of the whole vocabulary.
+        highest_n: float32[n], highest scores in the whole vocabulary.
+        sum_n: float32[n], sums of exp(score - highest) over the whole vocabulary.
         first: As for `softmax_statistics`.
         columns: As for `softmax_statistics`.
     """

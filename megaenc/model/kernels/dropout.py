@@ -43,6 +43,7 @@ def drop(x: Tensor, low: Tensor, high: Tensor, first: int, limit: int, scale: fl
         high: int32[rows], odd numbers of the rows by which the hash is multiplied.
         first: Offset of the layer, a multiple of its index, added to the numbers of all channels.
         limit: Fraction of the elements that become 0, times 2**32.
+        scale: Factor of the elements that are kept.
     """
     rows_RH = flatten_rows(x)
     width = x.size(-1)

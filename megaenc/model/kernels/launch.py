@@ -39,7 +39,8 @@ def next_power_of_2(number: int) -> int:
 def row_tile_constants(width: int) -> dict[str, int]:
     """Return the constants of kernels whose programs take several full rows.
 
-    They are ROWS, COLUMNS and num_warps for rows of `width` elements.
+    They are keyword arguments of a launch: ROWS and COLUMNS of a program's block, powers of two
+    with COLUMNS of at least `width`, the elements of a row; and num_warps.
     """
     columns = next_power_of_2(width)
     rows = max(1, _TILE_ELEMENTS // columns)
@@ -49,7 +50,8 @@ def row_tile_constants(width: int) -> dict[str, int]:
 def column_block_constants(width: int) -> dict[str, int]:
     """Return the constants of kernels whose programs take some columns of one row.
 
-    They are COLUMNS and num_warps for rows of `width` elements.
+    They are keyword arguments of a launch: COLUMNS of a program's block, a power of two of at most
+    2048, and num_warps. `width` is the elements of a row.
     """
     columns = min(next_power_of_2(width), _TILE_ELEMENTS)
     return {"COLUMNS": columns, "num_warps": min(max(columns // 256, 1), 8)}
@@ -58,8 +60,8 @@ def column_block_constants(width: int) -> dict[str, int]:
 def flatten_rows(x: Tensor) -> Tensor:
     """Return a tensor [..., W] as [rows, W] with contiguous rows.
 
-    The elements of a row are adjacent; rows may have gaps between them. There is no copy if
-    possible.
+    The elements of a row are adjacent; rows may have gaps between them (see their stride). It is a
+    view if possible, else a copy.
     """
     rows = x.reshape(-1, x.size(-1))
     return rows if rows.stride(1) == 1 or rows.numel() == 0 else rows.contiguous()
@@ -69,7 +71,7 @@ def flatten_rows(x: Tensor) -> Tensor:
 def resident_programs(device: torch.device) -> int:
     """Return about how many Triton programs a device runs at the same time.
 
-    4 for each multiprocessor; 4 on a CPU.
+    It is 4 for each multiprocessor, or 4 on a CPU, for kernels whose programs loop over blocks.
     """
     return (
         4

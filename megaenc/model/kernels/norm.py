@@ -19,9 +19,10 @@ from megaenc.model.kernels.launch import (
 
 @triton.jit
 def subtract_mean(numbers, inside, width):
-    """Return each row minus its mean, 0 if not `inside`.
+    """Return each row of a block minus its mean, and 0 outside of the matrix.
 
-    Numbers after the first `width` must be 0.
+    `numbers` is float32[ROWS, COLUMNS], 0 after the first `width` columns; `inside`, of the same
+    shape, is true for elements of the matrix.
     """
     mean = tl.sum(numbers, axis=1)[:, None] / width
     return tl.where(inside, numbers - mean, 0.0)

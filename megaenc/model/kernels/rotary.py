@@ -46,9 +46,14 @@ def rotary_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Return heads [S, 1, heads, dim] rotated by `sign` times the angles.
+    """Return heads [S, 1, heads, dim] rotated by `sign` times the angles, as a new tensor.
 
-    cos and sin are contiguous float32[S, 1, 1, dim / 2].
+    It has no gradient: `megaenc.model.functional.Rotation` calls it in both passes.
+
+    Args:
+        cos: Cosines of the angles, contiguous float32[S, 1, 1, dim / 2].
+        sin: Sines, like `cos`.
+        sign: 1, or -1 to rotate back.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, _, heads, width = x.shape
@@ -139,7 +144,7 @@ def copy_qkv(
 ) -> None:
     """Copy the joint projection to q, k and v, with q and k rotated, or back.
 
-    All tensors are contiguous.
+    All tensors are contiguous; the destination exists and is overwritten. There is no gradient.
 
     Args:
         mixed: [S, G, R + 2, dim].

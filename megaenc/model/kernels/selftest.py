@@ -25,17 +25,18 @@ interpreter truncates instead."""
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """Result of the self-test of a kernel or an attention backend."""
+    """Result of the self-test of a kernel or an attention backend on this rank.
+
+    name: kernel or backend; available: whether it could run at all; error: largest relative error,
+    of a failure the first above the tolerance; None if nothing was computed; tolerance: limit of
+    the error; reason: reason for failure, for the console; empty if it passed.
+    """
 
     name: str
     available: bool
-    """whether it could run at all"""
     error: float | None
-    """largest relative error, of a failure the first above the tolerance; None if nothing was
-    computed"""
     tolerance: float
     reason: str
-    """reason for failure, for the console; empty if it passed"""
 
     @property
     def passed(self) -> bool:
@@ -47,8 +48,8 @@ class SelfTestResult:
 class LayerWidths:
     """Widths of the model's tensors on one rank.
 
-    `ffn`, the width inside the gated MLP, and `vocabulary`, with padding, are those of a
-    tensor-parallel rank; `hidden` and `head` are undivided.
+    hidden: hidden size; head: width of an attention head; ffn: width inside the gated MLP;
+    vocabulary: vocabulary with padding. The last two are a tensor-parallel rank's parts.
     """
 
     hidden: int
@@ -69,7 +70,8 @@ def check_kernel(
     An exception of the kernel is a failure, with `available` False.
 
     Args:
-        name: Key of CHECKS.
+        name: Key of CHECKS, which is a field of FusedKernels.
+        dtype: Dtype of activations and weights, a key of TOLERANCE.
         widths: Widths of the model, which are tested next to others.
     """
     worst = SelfTestResult(name, True, 0.0, TOLERANCE[dtype], "")
@@ -387,7 +389,8 @@ def select_fused_kernels(
     later calls in the process.
 
     Args:
-        enabled: Whether any kernel may be used.
+        enabled: Whether any kernel may be used, equal on all ranks.
+        dtype: Dtype of activations and weights, float32 or bfloat16.
         names: Kernels that the model can use, fields of FusedKernels; all others stay False.
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
