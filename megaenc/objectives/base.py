@@ -23,8 +23,8 @@ from megaenc.flags import Bounds
 class Attention(StrEnum):
     """Attention mask within each document: causal, bidirectional or prefix.
 
-    It is a StrEnum. A prefix is bidirectional in its first tokens and causal after them. The number
-    of these first tokens is in `Targets.prefixes`.
+    It is a StrEnum. Under prefix attention the first tokens of a document, as many as
+    `Targets.prefixes` has, attend to each other, and later ones to all tokens before them.
     """
 
     CAUSAL = "causal"
@@ -113,9 +113,9 @@ def option(
         default: Value without the option: a bool, int, float or str. Other values have its type; a
             float may be an int.
         help: Meaning of the option, which errors about it quote.
-        low: Smallest number.
-        high: Largest number.
-        above: Number below all numbers.
+        low: Smallest number that is allowed.
+        high: Largest number that is allowed.
+        above: Number that all allowed ones exceed.
     """
     return dataclasses.field(
         default=default, metadata={"help": help, "bounds": Bounds(low, high, above)}
@@ -126,9 +126,10 @@ def option(
 class Objective(ABC):
     """Base class of training objectives.
 
-    An objective has a vocabulary and options; its `targets` chooses a pack's inputs, predictions
-    and labels. It is a frozen dataclass; the fields after `vocabulary` are the options, declared
-    with `option`. The constructor checks them.
+    An objective has a vocabulary and options; its `targets` chooses the inputs, predictions and
+    labels of a pack, which is a row of documents. A subclass is a frozen dataclass with `name`,
+    `attention` and `targets`; its fields are the options, declared with `option`. The constructor
+    checks them.
 
     Raises:
         OptionError: An option has a wrong value.
@@ -151,11 +152,12 @@ class Objective(ABC):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the inputs, scored positions, labels and prefixes of one pack.
 
-        They are a pure function of the arguments and the options. `pack` is not changed.
+        They are a pure function of the arguments and the options: all draws come from `randomness`,
+        which is that of the pack. `pack` is not changed.
         """
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files that `targets` reads.
+        """Return the files that `targets` reads, none by default.
 
         A run's identity holds hashes of their contents.
         """
@@ -180,7 +182,7 @@ class Objective(ABC):
     def options(cls) -> tuple[dataclasses.Field, ...]:
         """Return the dataclass fields of the options, in order of declaration.
 
-        `metadata` holds help text and bounds.
+        Their `metadata` holds `help`, a text, and `bounds`, a Bounds.
         """
         return dataclasses.fields(cls)[1:]
 
@@ -209,11 +211,12 @@ class Objective(ABC):
     def interpolate(self, end: "Objective", share: float) -> "Objective":
         """Return the objective at one point of a linear change of its options.
 
-        Integers are rounded, half up. Values stay between those of both ends.
+        It is a new one, or this one if nothing changes. Integers are rounded, half up. Values stay
+        between those of both ends.
 
         Args:
             end: Objective of the same class at the end of the change. Only numbers may differ.
-            share: Place between this objective (0) and `end` (1).
+            share: Fraction of the change, from 0 (this objective) to 1 (`end`).
 
         Raises:
             OptionError: A value cannot be used.

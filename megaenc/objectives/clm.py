@@ -28,7 +28,8 @@ class CausalLanguageModeling(Objective):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of one pack, whose inputs are unchanged.
 
-        Labels are text and ends of documents, never a first token.
+        Labels are text tokens and ends of documents, never the first token of a document.
+        `randomness` is not used.
         """
         is_predicted = text_token_mask(self.vocabulary)[pack.tokens]
         if self.vocabulary.eos_id is not None:

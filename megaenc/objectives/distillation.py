@@ -119,10 +119,17 @@ class Distillation(MaskedLanguageModeling):
 
 
 class Teacher:
-    """Frozen masked language model in float32 on the CPU."""
+    """Frozen masked language model in float32 on the CPU, by `load_teacher`.
+
+    `context_length` is the most tokens that it reads at a time.
+    """
 
     def __init__(self, path: str, vocabulary: Vocabulary):
         """Load the model in the directory `path`.
+
+        Args:
+            path: Directory with config.json, safetensors, and the tokenizer if there is one.
+            vocabulary: Vocabulary of the run, which the model must share.
 
         Raises:
             InputError: It is no masked language model, or has another vocabulary.
@@ -157,13 +164,12 @@ class Teacher:
         """Return the teacher's likeliest tokens at some positions of a pack.
 
         Special tokens are left out. Each document is read without the others. Threads may call it
-        at the same time. The made-up packs of
-        checks, whose vocabulary is of no tokenizer, have only short documents, so that they may be
-        longer than the model's context.
+        at the same time.
 
         Args:
-            pack: Pack whose document edges are read; its tokens are not.
-            inputs: int64[T], token ids that the teacher reads.
+            pack: Pack whose document boundaries are read; its tokens are not.
+            inputs: int64[T], token ids that the teacher reads, the mask token in place of hidden
+                ones.
             positions: int64[N], in any order.
             count: Number of tokens at each position.
 
@@ -176,9 +182,8 @@ class Teacher:
         """
         import torch
 
-        needed = (
-            len(pack.tokens) if self.vocabulary.fingerprint else int(np.diff(pack.cu_seqlens).max())
-        )
+        # The made-up packs of checks, whose vocabulary is of no tokenizer, have short documents.
+        needed = len(pack.tokens) if self.vocabulary.fingerprint else int(np.diff(pack.cu_seqlens).max())
         if needed > self.context_length:
             raise InputError(
                 f"teacher {self.path}: reads up to {self.context_length} tokens, "
@@ -245,7 +250,7 @@ def load_teacher(path: str, vocabulary: Vocabulary) -> Teacher:
     The last four are kept.
 
     Raises:
-        InputError: It is unusable.
+        InputError: It is no masked language model, or has another vocabulary.
     """
     return Teacher(path, vocabulary)
 

@@ -32,9 +32,10 @@ class GPTBERT(MaskedNextTokenPrediction):
     causal: float = option(0.0625, "share of the documents that are causal", low=0, high=1)
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of one pack.
+        """Return the Targets of one pack, with weights.
 
-        A causal document has no prefix, any other is a prefix as a whole.
+        A causal document has a prefix of 0 tokens, any other one of all its tokens. `count` is the
+        number of tokens that can be predicted.
         """
         masked = super().targets(pack, randomness)
         lengths = np.diff(pack.cu_seqlens).astype(np.int64)

@@ -112,15 +112,15 @@ class Masking(Objective):
                 raise OptionError(self.name, "unit", str(error)) from None
 
     def files(self) -> tuple[Path, ...]:
-        """Return the file of collocations, if any."""
+        """Return the file that the option `unit` names, or () if it is `token` or `word`."""
         return () if self.unit in ("token", "word") else (Path(self.unit),)
 
     @abstractmethod
     def eligible(self, pack: Pack) -> np.ndarray:
-        """Return which tokens of the pack may be hidden and predicted, bool[T]."""
+        """Return which of the pack's T tokens may be hidden and predicted, bool[T]."""
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of one pack.
+        """Return the Targets of one pack, without weights.
 
         Drawn tokens, which are hidden, random or kept in the input, are predicted from `shift`
         positions earlier.
@@ -207,8 +207,11 @@ class MaskedNextTokenPrediction(Masking):
 def check_mask_token(objective: str, vocabulary: Vocabulary) -> None:
     """Check that a vocabulary has the mask token that an objective needs.
 
+    Args:
+        objective: Name of the objective or flag, with which the error begins.
+
     Raises:
-        InputError: It has none; the error names `objective`.
+        InputError: It has none.
     """
     if vocabulary.mask_id is None:
         raise InputError(

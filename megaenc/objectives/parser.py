@@ -31,7 +31,7 @@ _AMOUNT = "a share with a point (0.25) or a whole number of steps (10000)"
 class SourceText(str):
     """String that is a part of a schedule's text.
 
-    `start` is the number of its first character there, from 0, for errors.
+    `start` is the index of its first character there, from 0, for errors.
     """
 
     start: int
@@ -43,9 +43,10 @@ class SourceText(str):
 
 
 class ParsedOption(NamedTuple):
-    """Option of an objective as written.
+    """Option of an objective as written, not yet checked.
 
-    `end` is its value at the end of the phase, None if it does not change.
+    `value` is its value, or that at the start of the phase if it changes; `end` that at the end,
+    None if it does not change.
     """
 
     name: SourceText
@@ -63,9 +64,9 @@ class ParsedObjective(NamedTuple):
 class ParsedPhase(NamedTuple):
     """Phase of a schedule as written: its objectives with weights, and its amount.
 
-    components: one objective of weight 1 without a combination; equal if they read the same.
-    amount: a Fraction for a share, an int for steps. is_sum: whether each step trains all
-    components, not one of them.
+    components: (weight, objective) of each; one of weight 1 without a combination. amount: a
+    Fraction for a share of the run, an int for steps. amount_text: its text, for errors. is_sum:
+    whether each step trains all components, not one of them.
     """
 
     components: tuple[tuple[Fraction, ParsedObjective], ...]
@@ -75,11 +76,12 @@ class ParsedPhase(NamedTuple):
 
 
 def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPhase, ...]:
-    """Return the phases of a schedule's text, repetitions spelled out.
+    """Return the phases of a schedule's text in order, repetitions spelled out.
 
-    `Schedule.build` checks names, options and sums of amounts.
+    Names, options and sums of amounts are not checked: `Schedule.build` does that.
 
     Args:
+        text: Schedule, such as `clm:0.25,mlm(mask=0.3):0.75`.
         train_iters: Steps of the run, the most phases that a repetition may make; None: only the
             limit of 100,000 counts.
 
@@ -92,7 +94,8 @@ def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPha
 def build_error(text: str, part: SourceText, complaint: object) -> InputError:
     """Return, without raising, an InputError about a part of a schedule's text.
 
-    The message has the place of `part`, `complaint`, and `text` with `part` in brackets.
+    The message has the flag --objective-schedule, the place of `part`, `complaint` as text, and
+    `text`, the whole schedule, with `part` in brackets.
     """
     marked = f"{text[: part.start]}[{part}]{text[part.start + len(part) :]}"
     return InputError(

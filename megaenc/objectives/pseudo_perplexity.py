@@ -68,16 +68,18 @@ class PseudoPerplexity(Objective):
 
     @property
     def parts(self) -> tuple["PseudoPerplexity", ...]:
-        """Return the objective of each pass; together they predict every token once.
+        """Return the objective of each of the `passes`; together they predict every token once.
 
-        Special tokens and the first `ahead` of each document are left out.
+        Special tokens and the first `ahead` of each document are left out. `part` of this objective
+        is not read.
         """
         return tuple(dataclasses.replace(self, part=part) for part in range(self.passes))
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of one pack in this pass.
+        """Return the Targets of one pack in pass `part`.
 
-        Its part of the tokens is hidden, and predicted from `shift` positions earlier.
+        The tokens of this pass are hidden, and predicted from `shift` positions earlier. They are
+        drawn from `randomness`, which must be the same in all passes.
         """
         is_text = text_token_mask(self.vocabulary)[pack.tokens]
         is_hidden = (
@@ -112,7 +114,8 @@ class PseudoPerplexity(Objective):
 def pseudo_perplexity_shifts(objectives: Iterable[Objective]) -> list[int]:
     """Return the shifts of the pseudo-perplexities of a trained model, ascending.
 
-    They are 0 and those of the training objectives that are not causal.
+    A shift is the distance from a prediction to its token. They are 0 and those of the training
+    `objectives` that are not causal, without duplicates.
     """
     return sorted(
         {
@@ -131,10 +134,10 @@ def build_pseudo_perplexities(
 ) -> dict[str, PseudoPerplexity]:
     """Return the pseudo-perplexity of each of the `pseudo_perplexity_shifts` by text.
 
-    The texts are those of `PseudoPerplexity.describe`.
+    The texts are those of `PseudoPerplexity.describe`, such as `pseudo_perplexity(passes=8)`.
 
     Args:
-        objectives: Training objectives of the model.
+        objectives: Training objectives of the model, which decide on the shifts.
         passes: Forward passes of each; 0 for an empty result.
 
     Raises:
@@ -149,7 +152,7 @@ def build_pseudo_perplexities(
 
 
 def compute_perplexity(loss: float) -> float:
-    """Return the perplexity of a mean loss in nats, infinite if beyond float64."""
+    """Return exp(loss), the perplexity of a mean loss in nats, inf if beyond float64."""
     try:
         return math.exp(loss)
     except OverflowError:

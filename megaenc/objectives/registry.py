@@ -16,9 +16,10 @@ ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
 
 def register(objective: ObjectiveClass) -> ObjectiveClass:
-    """Register an objective class under its `name` and return it, as a decorator.
+    """Register an objective class under its `name` and return it unchanged, as a decorator.
 
-    It is registered in this process only.
+    It is registered in this process only. The class is a frozen dataclass, so that
+    `@dataclass(frozen=True)` stands below `@register`.
 
     Raises:
         ValueError: The name is used, or the class invalid.
@@ -30,8 +31,11 @@ def register(objective: ObjectiveClass) -> ObjectiveClass:
 def check_class(objective: type, source: str) -> None:
     """Check that a class can be an objective, whether or not its name is used.
 
+    Args:
+        source: Origin of the class, with which the error begins, such as MODULE:CLASS.
+
     Raises:
-        InputError: It cannot; the error names `source`.
+        InputError: It cannot.
     """
     if defect := _find_defect(getattr(objective, "name", ""), objective):
         raise InputError(f"{source}: {defect}")
@@ -82,7 +86,9 @@ def known() -> list[str]:
 
 
 def find(name: str) -> type[Objective]:
-    """Return the objective class called `name`, importing its package.
+    """Return the objective class called `name`, such as `mlm`.
+
+    The package that offers it is imported if necessary.
 
     Raises:
         InputError: It is unknown, offered twice or invalid, or its import has failed.

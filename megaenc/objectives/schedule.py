@@ -58,9 +58,10 @@ _MAX_SUM_WEIGHT = 1 << 24
 
 @dataclass(frozen=True)
 class ScheduledObjective:
-    """Objective of a phase with its weight.
+    """Objective of a phase with its weight in a mixture or sum.
 
-    Its options go linearly from `start` to `end` in the phase.
+    Its options go linearly from those of `start` at the first step of the phase to those of `end`,
+    of the same class, at the last.
     """
 
     weight: int
@@ -80,10 +81,10 @@ class ScheduledObjective:
 
 @dataclass(frozen=True)
 class Phase:
-    """Phase of a run, the steps first_step..last_step counted from 1.
+    """Phase of a run, the steps first_step..last_step, inclusive, counted from 1.
 
     Each step trains one of `choices`, drawn by weight, or, if `is_sum`, all of them on the same
-    packs.
+    packs. `index` is the phase's place in the schedule, from 0. `len` is the number of steps.
     """
 
     index: int
@@ -122,7 +123,8 @@ class Phase:
         Its options are interpolated over the phase.
 
         Args:
-            step: Step of the run, from `first_step` to `last_step`.
+            choice: One of `choices`.
+            step: Step of the run, from `first_step` to `last_step`, which is not checked.
         """
         length = self.last_step - self.first_step
         return (
@@ -133,15 +135,15 @@ class Phase:
 
     @property
     def passes(self) -> int:
-        """Return how many times a step reads its packs.
+        """Return the forward and backward passes of a step over each of its packs.
 
-        It is once, or in a sum once for each objective.
+        It is 1, or in a sum the number of objectives.
         """
         return len(self.choices) if self.is_sum else 1
 
     @property
     def fractions(self) -> tuple[float, ...]:
-        """Return the expected fraction of the phase's passes of each of `choices`.
+        """Return for each of `choices` the expected fraction of the phase's passes that train it.
 
         The fractions add up to 1; in a sum they are equal, whatever the weights.
         """
@@ -153,9 +155,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Objective schedule of a run.
+    """Objective schedule of a run, by `build`.
 
-    Its phases cover the steps 1..train_iters in order.
+    Its phases cover the steps 1..train_iters in order. All methods are pure functions.
     """
 
     phases: tuple[Phase, ...]
@@ -169,6 +171,12 @@ class Schedule:
         """Return the Schedule of a text, with its objectives built and checked.
 
         A phase given as a share ends at its cumulative share times `train_iters`, half rounded up.
+
+        Args:
+            text: Schedule, such as `clm:0.25,mlm(mask=0.3):0.75`.
+            train_iters: Steps of the run.
+            vocabulary: Vocabulary of the objectives.
+            seed: Seed of the draws from mixtures.
 
         Raises:
             InputError: The text is invalid.
@@ -208,7 +216,8 @@ class Schedule:
     def objectives(self, step: int) -> tuple[tuple[int, Objective], ...]:
         """Return (weight, objective) of each pass of a step, with interpolated options.
 
-        There are several only in a sum; otherwise the weight is 1. Steps count from 1.
+        There are several only in a sum, and of a mixture only the one that is drawn; its weight is
+        1. Steps count from 1.
 
         Raises:
             ValueError: The step is outside the schedule.
@@ -221,7 +230,7 @@ class Schedule:
     def objective(self, step: int) -> Objective:
         """Return the objective that a step trains, with interpolated options.
 
-        Steps count from 1.
+        Of a mixture it is the one that is drawn. Steps count from 1.
 
         Raises:
             ValueError: The step trains a sum of several, or is outside the schedule.
@@ -234,7 +243,8 @@ class Schedule:
     def describe_step(self, step: int) -> str:
         """Return the objectives that a step trains as text, with interpolated options.
 
-        Weights in a sum are left out. Steps count from 1.
+        It is for example `mlm(mask=0.3)`, or `clm + mlm` in a sum, without weights. Steps count
+        from 1.
 
         Raises:
             ValueError: The step is outside the schedule.
@@ -298,9 +308,10 @@ class Schedule:
 
     @property
     def canonical(self) -> str:
-        """Return the schedule in steps with all options, equal exactly for equal phases.
+        """Return a text that is equal exactly for schedules with equal phases.
 
-        Above 16 phases it has their SHA-256.
+        It is the schedule with all options and amounts in steps, or above 16 phases their number,
+        SHA-256 and the first one. The seed is not part of it.
         """
         texts = {key: phase.describe(every=True) for key, phase in self._distinct_phases().items()}
         parts = [f"{texts[id(phase.choices)]}:{len(phase)}" for phase in self.phases]

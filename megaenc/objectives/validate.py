@@ -20,6 +20,9 @@ def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
 
     They must be the same twice, and the pack must stay unchanged.
 
+    Args:
+        seed: Seed of the draws of the objective.
+
     Raises:
         InputError: They are invalid, or the objective raises an error.
     """

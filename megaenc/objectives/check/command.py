@@ -47,7 +47,7 @@ class CheckConfig:
 
 
 def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
-    """Return the SHA-256 of the Targets of packs, whatever their order.
+    """Return the SHA-256, as hexadecimal text, of the Targets of packs in any order.
 
     Raises:
         InputError: The objective raises an error.
@@ -64,9 +64,10 @@ def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
 
 
 def check_contract(objective: Objective) -> CheckResult:
-    """Check the arrays of `Targets` on made-up packs.
+    """Return the check `contract`: whether Targets of made-up packs are valid.
 
-    Some of them have documents of one token, or only special tokens.
+    See `check_targets`; its error, and any of the objective, is a failed result. Some of the packs
+    have documents of one token, or only special tokens.
     """
     try:
         for pack in make_packs(_CONTRACT_PACKS):
@@ -79,9 +80,15 @@ def check_contract(objective: Objective) -> CheckResult:
 
 
 def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
-    """Check that targets do not depend on the order of packs or the process.
+    """Return the check `determinism`: targets do not depend on pack order or process.
 
-    Other ranks compute them in another process.
+    Ranks compute them in other processes, of which one is started here.
+
+    Args:
+        config: Objective and options as given to the command, for the other process.
+
+    Raises:
+        InputError: The objective raises an error.
     """
     packs = list(make_packs(_CONTRACT_PACKS))
     expected = compute_digest(objective, packs)
@@ -118,8 +125,8 @@ def print_digest(objective: str, options: Sequence[str]) -> None:
 def run_checks(config: CheckConfig) -> tuple[Objective, list[CheckResult]]:
     """Return the objective and the results of all checks.
 
-    A failed contract leaves out all other checks, and any failed check the one of training, which
-    `config.train` asks for. A failed check raises nothing.
+    They are in the order of computation. A failed contract leaves out all other checks, and any
+    failed check the one of training, which `config.train` asks for. A failed check raises nothing.
 
     Raises:
         InputError: The objective cannot be built, or raises an error while it is measured.

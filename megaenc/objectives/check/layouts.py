@@ -60,10 +60,10 @@ _LAUNCHER_VARIABLES = (
 
 
 def check_micro_batches(objective: Objective) -> CheckResult:
-    """Check that packs give equal tensors in every micro-batch.
+    """Return the check `micro-batches`: packs give equal tensors in every micro-batch.
 
-    Packs are joined in one row, one by one, in another order and in a prefetching thread. An
-    exception of the objective is a failed result.
+    Micro-batches are built of all packs, of one each, in another order and in a prefetching thread.
+    An exception of the objective is a failed result.
     """
     silence_libraries()
     try:
@@ -179,8 +179,8 @@ def check_training(objective: str, options: Sequence[str]) -> list[CheckResult]:
     use the loopback interface, one thread and float32, and end with the caller.
 
     Args:
-        objective: Objective as given to the command, whose class the processes register.
-        options: Options as given to the command.
+        objective: NAME, NAME(OPTIONS) or MODULE:CLASS, as in `load_objective`.
+        options: NAME=VALUE each, only for MODULE:CLASS.
 
     Returns:
         The results `layouts` and `resume`, or only a failed `layouts` if training fails.

@@ -35,9 +35,10 @@ _MOST_READABLE = 0.4
 
 
 class CheckResult(NamedTuple):
-    """Result of a check.
+    """Result of a check of `megaenc objective check`.
 
-    name: its name; passed: whether it passed (None: only a figure); text: the figure or complaint.
+    name: name of the check; passed: whether it passed, None if it is only a figure or was not
+    tested; text: the figure or the complaint, for the console.
     """
 
     name: str
@@ -48,11 +49,12 @@ class CheckResult(NamedTuple):
 def make_packs(count: int, length: int = _LENGTH, odd: bool = True) -> Iterable[Pack]:
     """Yield `count` packs of documents of 1 to 300 random tokens that end in EOS.
 
-    They are the same in each call. If `odd`, of eight packs one has documents of one or two tokens,
-    and one has only special tokens in its first half.
+    They are the same in each call. Token ids are those of VOCABULARY.
 
     Args:
         length: Tokens of a pack.
+        odd: Whether of eight packs one has documents of one or two tokens, and one has only special
+            tokens in its first half.
     """
     for sample in range(count):
         rng = np.random.default_rng(sample)
@@ -82,9 +84,9 @@ def compute_targets(objective: Objective, pack: Pack) -> Targets:
 
 
 def measure(objective: Objective) -> list[CheckResult]:
-    """Return the checks of leaks, statistics and speed over a million tokens.
+    """Return the checks of leaks, statistics and speed over a million made-up tokens.
 
-    Only leaks and missing predictions can fail.
+    A leak is a label that the input shows. Only leaks and missing predictions can fail.
 
     Raises:
         InputError: The objective raises an error.

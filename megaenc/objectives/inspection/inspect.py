@@ -66,21 +66,21 @@ class LengthBin(NamedTuple):
 
 @dataclass(frozen=True)
 class LengthStats:
-    """Statistics of document lengths in tokens."""
+    """Statistics of document lengths in tokens, by `compute_length_stats`.
+
+    p5 and p95 are percentiles; `longest_document` is the index, from 0, of the first longest
+    document; `empty` the number of documents without tokens; `bins` a histogram without gaps, from
+    the shortest documents: 0, 1, 2 to 3, 4 to 7, 8 to 15, ... tokens.
+    """
 
     mean: float
     median: float
     p5: float
-    """5th percentile."""
     p95: float
     longest: int
     longest_document: int
-    """Index of the first longest document, from 0."""
     empty: int
-    """Number of documents without tokens."""
     bins: tuple[LengthBin, ...]
-    """Histogram without gaps, from the shortest documents: 0, 1, 2 to 3, 4 to 7, 8 to 15, ...
-    tokens."""
 
 
 def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
@@ -235,9 +235,9 @@ def _build_histogram(lengths: LengthStats) -> Any:
 
 
 def format_bar(fraction: float, width: int = _BAR_WIDTH) -> str:
-    """Return a bar of block characters, padded with spaces.
+    """Return a bar of block characters, padded with spaces to `width` columns.
 
-    It takes `fraction` (0 to 1) of `width` columns, and is never empty above 0.
+    It takes `fraction` (0 to 1) of them, in eighths of a column, and is never empty above 0.
     """
     eighths = max(round(fraction * width * 8), int(fraction > 0))
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(width)

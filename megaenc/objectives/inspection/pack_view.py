@@ -81,7 +81,8 @@ def decode_pack(
 ) -> DecodedPack:
     """Return a pack decoded to text spans by document.
 
-    The spans show the tokens that `objective` hides and predicts under `seed`.
+    The spans show the tokens that `objective` hides and predicts in a run of seed `seed`.
+    `tokenizer` is that of the pack and of the objective's vocabulary.
     """
     vocabulary = read_vocabulary(tokenizer)
     targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
@@ -134,7 +135,7 @@ def decode_pack(
 
 
 def build_renderables(decoded: DecodedPack) -> list[Any]:
-    """Return rich renderables of a decoded pack.
+    """Return rich renderables of a decoded pack, in the order in which to print them.
 
     They are counts, the text of each document with hidden and predicted tokens marked, and a
     legend.

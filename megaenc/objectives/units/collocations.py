@@ -59,11 +59,11 @@ class CollocationsConfig:
 
 
 class NgramTable(NamedTuple):
-    """Frequent n-grams of one length; an n-gram is its place in the arrays.
+    """Frequent n-grams of one length n, each identified by its index in the arrays.
 
-    counts: int64[N]; prefixes and suffixes: int64[N], its first and last n - 1 tokens as places in
-    the table before (for n = 1 the token id); total: number of n-grams of this length in the
-    corpus, rare ones included.
+    counts: int64[N], occurrences; prefixes and suffixes: int64[N], its first and last n - 1 tokens
+    as indices in the table for n - 1 (for n = 1 the token id); total: number of n-grams of this
+    length in the corpus, rare ones included.
     """
 
     counts: np.ndarray
@@ -78,15 +78,16 @@ def count_ngrams(
     tick: Callable[[int], None] = lambda count: None,
     most_sorted: int = _SORTED,
 ) -> list[NgramTable]:
-    """Return the tables of the frequent n-grams of 1 to 5 tokens, five in this order.
+    """Return the tables of the frequent n-grams of 1, 2, 3, 4 and 5 tokens.
 
     Args:
-        ids: int32, token ids, with a negative number at each place that no n-gram may hold;
-            overwritten.
+        ids: int32[T], token ids, by `read_tokens`: a negative number stands at each place that no
+            n-gram may hold. Overwritten.
         min_count: Fewest occurrences of an n-gram.
-        tick: Function that is called with the number of places worked on since its last call; they
-            add up to about 8 times those of `ids`.
-        most_sorted: About the largest number of n-grams that are sorted at a time.
+        tick: Progress function, called with the number of places processed since its last call,
+            which add up to about 8 T.
+        most_sorted: About the largest number of n-grams that are sorted at a time, which limits the
+            memory.
     """
     ends = np.flatnonzero(np.concatenate([ids, [-1]]) < 0)
     runs = np.diff(ends, prepend=-1) - 1
@@ -163,11 +164,11 @@ def _count_keys(
 
 
 def compute_pmi(tables: Sequence[NgramTable]) -> list[np.ndarray]:
-    """Return the PMI of each n-gram, float64[N] a table, without that of n = 1.
+    """Return the pointwise mutual information of n-grams, a float64[N] for each n from 2.
 
-    PMI_n of arXiv 2010.01825, in nats: the minimum over all segmentations, but the n-gram itself,
-    of log p(n-gram) - sum of log p(segment), where p is the fraction of an n-gram among those of
-    its length.
+    `tables` begin with n = 1, as of `count_ngrams`. It is PMI_n of arXiv 2010.01825, in nats: the
+    minimum over all segmentations, but the n-gram itself, of log p(n-gram) - sum of log p(segment),
+    where p is the fraction of an n-gram among those of its length.
     """
     logs = [np.log(table.counts / max(table.total, 1)) for table in tables]
     best = [logs[0]]  # largest sum of log p(segment), the n-gram itself included
@@ -199,7 +200,11 @@ def select_collocations(
     """Return at most `count` Collocations of the highest PMI above 0.
 
     FRACTIONS gives the fraction of each length; a length with too few n-grams leaves the rest of it
-    unused. Ties go to frequent ones. `facts` are taken as they are.
+    unused. Ties go to frequent ones.
+
+    Args:
+        tables: Result of `count_ngrams`.
+        facts: Origin of the n-grams, stored as `Collocations.facts`.
     """
     rows = []
     pmis = []
@@ -225,10 +230,10 @@ def select_collocations(
 
 
 def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.ndarray:
-    """Return the first `max_tokens` tokens of a corpus, int32.
+    """Return the first `max_tokens` tokens of a corpus, for `count_ngrams`.
 
-    -1 stands in place of special tokens, which count, and in addition after each document that is
-    not empty.
+    They are int32, fewer if the corpus has fewer. -1 stands in place of special tokens, which
+    count, and in addition after each document that is not empty.
     """
     documents = np.flatnonzero(corpus.document_lengths)
     ends = np.cumsum(corpus.document_lengths[documents])
@@ -258,7 +263,7 @@ def find_collocations(settings: CollocationsConfig) -> None:
     """Count n-grams of the corpus, write the file of collocations and print examples.
 
     Raises:
-        InputError: A file cannot be used, or there are no collocations.
+        InputError: The output exists, a file cannot be used, or there are no collocations.
     """
     output = Path(settings.output)
     refuse_existing(output, "--output")

@@ -54,14 +54,14 @@ class Collocations:
 
 
 class TrieLevel(NamedTuple):
-    """Level n of a trie of collocations.
+    """Level n of a trie of collocations, whose nodes are numbered in the order of their keys.
 
-    Its keys are sorted: the node of level n - 1 times base plus token n.
+    keys: int64, ascending: the node of level n - 1 times base plus token n. ends: bool, whether a
+    collocation ends at the node. At level 1, which is not stored, the node is the token id.
     """
 
     keys: np.ndarray
     ends: np.ndarray
-    """bool, whether a collocation ends at the node; a node's number is its place."""
 
 
 class CollocationMatcher:
@@ -84,13 +84,13 @@ class CollocationMatcher:
             self.levels.append(TrieLevel(keys, ends))
 
     def match(self, tokens: np.ndarray, is_joined: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return first positions and lengths, int64[M], of the collocations in tokens.
+        """Return (first positions, lengths), int64[M] each, of the collocations in tokens.
 
         They do not overlap; from the left the longest is taken at each place.
 
         Args:
-            tokens: int64[T].
-            is_joined: bool[T - 1], whether a collocation may hold a token and the next one.
+            tokens: int64[T], token ids.
+            is_joined: bool[T - 1], whether a collocation may hold both a token and the next one.
         """
         longest = np.zeros(len(tokens), dtype=np.int64)
         places = np.flatnonzero(is_joined & (tokens[:-1] < self._base))
@@ -150,10 +150,12 @@ def _find_too_large_array(path: str) -> str:
 
 @lru_cache(maxsize=8)
 def load_collocations(path: str) -> Collocations:
-    """Return the Collocations in a file, read once in a process.
+    """Return the Collocations in a file that `Collocations.save` wrote.
+
+    It is read once in a process; callers share the result and must not change it.
 
     Raises:
-        InputError: The file is missing, another one or damaged.
+        InputError: The file is missing, of another kind or damaged.
     """
     written_by = "expected a file of `megaenc objective collocations`"
     if not os.path.isfile(path):
@@ -199,7 +201,7 @@ def _get_matcher(path: str) -> CollocationMatcher:
 def check_collocations(path: str, vocabulary: Vocabulary) -> None:
     """Check that a file holds collocations of a vocabulary's tokenizer.
 
-    A made-up vocabulary fits any.
+    A vocabulary without a tokenizer (no fingerprint), as in checks, fits any.
 
     Raises:
         InputError: It does not.
@@ -217,13 +219,14 @@ def check_collocations(path: str, vocabulary: Vocabulary) -> None:
 def find_unit_starts(
     unit: str, pack: Pack, eligible: np.ndarray, vocabulary: Vocabulary
 ) -> np.ndarray:
-    """Return whether a unit begins with each token of a pack, bool[T].
+    """Return for each of the T tokens of a pack whether a unit begins there, bool[T].
 
-    A unit also begins at each edge, at a token that is not eligible, and after it.
+    A unit is a word or a collocation, or one token outside of them. One also begins at each
+    document, at a token that is not eligible, and after it.
 
     Args:
         unit: `word`, or the path of a file of collocations.
-        eligible: bool[T].
+        eligible: bool[T], whether a token may be in a unit of several.
     """
     is_joined = eligible[1:] & eligible[:-1]
     is_joined[pack.cu_seqlens[1:-1] - 1] = False
