@@ -32,21 +32,27 @@ SOURCE_FIELDS = ("classifier_pooling", *_SPECIAL_IDS)
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Family of Hugging Face models, which all have one `model_type`."""
+    """Family of Hugging Face models, which all have one `model_type`; see FAMILIES.
+
+    layers: module of megaenc.convert.families, with options of the layers and their fields in
+    config.json. architecture: transformers' class with output layer; for NeoBERT, the Hub's.
+    qkv_bias: whether queries, keys and values have biases. qk_norms: whether each head normalizes
+    queries and keys. is_encoder: whether attention is bidirectional by default. export_as: family
+    to export as, if transformers does not know this one. poolings: values of an encoder's
+    `classifier_pooling`.
+    """
 
     model_type: str
-    # Module of megaenc.convert.families: options of the layers, and their fields in config.json.
     layers: ModuleType
-    architecture: str  # transformers' class with output layer; for NeoBERT, the Hub's
-    # Biases of queries, keys and values; with an optional bias (`attention_bias`), attention's
-    # output has one too.
+    architecture: str
+    # With an optional bias (`attention_bias`), attention's output has one too.
     qkv_bias: Literal["never", "always", "optional"]
-    qk_norms: bool = False  # whether queries and keys are normalized in each head
-    # Bidirectional; a decoder is too if its config has `is_causal: false` or
+    qk_norms: bool = False
+    # A decoder is bidirectional too if its config has `is_causal: false` or
     # `use_bidirectional_attention: true`.
     is_encoder: bool = False
-    export_as: str = ""  # the family to export as, if transformers does not know this one
-    poolings: tuple[str, ...] = ("mean",)  # values of an encoder's `classifier_pooling`
+    export_as: str = ""
+    poolings: tuple[str, ...] = ("mean",)
 
     @property
     def export_family(self) -> "ModelFamily":
@@ -119,18 +125,19 @@ class ModelFamily:
         }
 
     def without_output_bias(self, model: ModelConfig) -> ModelConfig:
-        """Return `model` without a bias of the output layer if this family has none.
+        """Return a copy of `model` without a bias of the output layer if this family has none.
 
-        Exports must then check that the bias is zero.
+        Else it is `model` itself. Exports must then check that the bias is zero.
         """
         has_bias = "output_layer_bias" in {*self.layers.FIXED, *self.options}
         return model if has_bias else replace(model, output_layer_bias=False)
 
     def zero_bias_names(self, model: ModelConfig) -> tuple[str, ...]:
-        """Return the names of attention output biases that exports fill with zeros.
+        """Return the Hugging Face names of attention output biases that must be zero.
 
-        They are Hugging Face's, one for each layer if the family's bias is optional and `model` has
-        biases of queries, keys and values; else there is none.
+        There is one for each layer, in order, if the family's bias is optional and `model` has
+        biases of queries, keys and values; else none. Exports write zeros, and imports accept only
+        zeros.
         """
         if self.qkv_bias != "optional" or not model.add_qkv_bias:
             return ()
@@ -185,7 +192,7 @@ def find_family(values: dict[str, Any], file: str) -> ModelFamily:
 
     Args:
         values: Content of the config.json.
-        file: Its name, for errors.
+        file: Its path, with which errors begin.
 
     Raises:
         InputError: Its `model_type` is unknown.
@@ -206,8 +213,8 @@ def parse_hf_config(values: dict[str, Any], file: str) -> Any:
     the directory is never run.
 
     Args:
-        values: Content of the config.json.
-        file: Its name, for errors.
+        values: Content of the config.json, which is not changed.
+        file: Its path, with which errors begin.
 
     Raises:
         InputError: The family is unknown or a field is invalid.
@@ -238,7 +245,8 @@ def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
 
     Args:
         config: Config object by `parse_hf_config`.
-        file: Name of the config.json, for errors.
+        family: Its family, by `find_family`.
+        file: Path of the config.json, with which errors begin.
 
     Raises:
         InputError: A field asks for an unsupported feature; the message names it.
@@ -261,9 +269,9 @@ def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
 
 
 def native_attention(config: Any, family: ModelFamily) -> Attention:
-    """Return the attention that transformers uses for `config`.
+    """Return the attention that transformers uses for a config object of `family`.
 
-    Decoders are causal unless the config says otherwise.
+    Encoders are bidirectional, decoders causal unless the config says otherwise.
     """
     return (
         Attention.BIDIRECTIONAL
@@ -275,8 +283,8 @@ def native_attention(config: Any, family: ModelFamily) -> Attention:
 def infer_objective(config: Any, family: ModelFamily) -> str:
     """Return the objective that fits a Hugging Face model: clm, mntp or mlm.
 
-    It is clm if transformers' attention is causal, else mntp if `config.prediction_shift` is set,
-    else mlm.
+    It is clm if transformers' attention is causal, else mntp if `config.prediction_shift` is set
+    (not 0), else mlm. `config` is transformers' config object.
     """
     if native_attention(config, family) == Attention.CAUSAL:
         return "clm"
@@ -313,6 +321,7 @@ def build_export_config(
     (see `without_output_bias`).
 
     Args:
+        family: Family to export as.
         vocab_size: Rows of the embedding, without padding for tensor parallelism.
         context: Context length in tokens.
         tokenizer: Transformers' tokenizer, for the special token ids.
@@ -404,7 +413,7 @@ def _is_kept_id(name: str, source_value: Any, tokenizer: Any, vocab_size: int) -
 def describe_changed_fields(config: Any, source: dict[str, Any], tokenizer: Any) -> list[str]:
     """Return a console line for each field of `source` that an export changes.
 
-    Fields that the export does not have are skipped.
+    Nothing is printed. Fields that the export does not have are skipped.
 
     Args:
         config: Config of the export, by `build_export_config`.

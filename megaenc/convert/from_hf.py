@@ -50,12 +50,16 @@ _ROWS = 8192  # of the vocabulary's matrices, the largest ones, that are read at
 
 @dataclass(frozen=True)
 class HFSource:
-    """Hugging Face model directory whose config and weights were checked."""
+    """Hugging Face model directory whose config and weights `open_hf_source` has checked.
+
+    directory: its files, from which weights are read by name; family: its family; config:
+    transformers' config object; model: its shape, with `vocab_size`, the rows of its embedding.
+    """
 
     directory: TrainableHFCheckpoint
     family: ModelFamily
-    config: Any  # transformers' config object
-    model: ModelConfig  # `vocab_size`: rows of the directory's embedding
+    config: Any
+    model: ModelConfig
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,7 +89,10 @@ class HFSource:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the origin of the weights for run.json, with the SHA-256 of each file."""
+        """Return the origin of the weights for run.json, with the SHA-256 of each file.
+
+        All files are read.
+        """
         files = [self.directory.config_file, *self.directory.files]
         return {
             "family": self.family.model_type,
@@ -155,7 +162,10 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
 def read_hf_shapes(config: Any, family: ModelFamily) -> dict[str, tuple[int, ...]]:
     """Return the weight shapes, by name, of the Hugging Face model for `config`.
 
-    A tied output layer is omitted.
+    A tied output layer is omitted. No weights are read or allocated.
+
+    Args:
+        config: Transformers' config object, which is not changed.
     """
     kind = find_model_class(family.export_family.architecture)
     with torch.device("meta"):
@@ -178,12 +188,13 @@ def from_hf(
     holds the model once. A single process calls it, without a process group.
 
     Args:
+        output: Directory to create; it must not exist.
         add_mask_token: Add a mask token to a tokenizer without one.
         tie: Use the embedding as the output layer that is missing.
         dtype: Dtype of the checkpoint; source: bf16 if all source weights are, else fp32.
 
     Returns:
-        The source, and the tokenizer's mask token.
+        (source, mask token of the tokenizer).
 
     Raises:
         InputError: Parts do not fit, a weight is NaN or infinite, or the tokenizer has no mask
@@ -257,16 +268,18 @@ def write_run_files(
 
     Args:
         directory: Existing directory to write to.
-        output: The directory's later name.
+        output: Path that the directory will have, which config.yaml names.
         tokenizer: Transformers' tokenizer.
         model: Model whose `vocab_size` is set, to the rows of the embedding.
-        seq_length: Pack length in tokens for config.yaml, as `dtype` and `objective` are.
+        seq_length: Pack length in tokens, for config.yaml.
+        dtype: Dtype of the weights, for config.yaml.
+        objective: Objective schedule, for config.yaml.
         source: Origin of the weights, for the field `source` of run.json.
         before: Earlier runs and models that the weights come from.
         special_tokens: Tokens around each document in their training here, if there was any.
 
     Returns:
-        The vocabulary, and the identity of the run.
+        (vocabulary of the tokenizer, field `identity` of run.json).
     """
     write_tokenizer(tokenizer, directory / TOKENIZER_DIR)
     vocabulary = read_vocabulary(load_tokenizer(directory / TOKENIZER_DIR))

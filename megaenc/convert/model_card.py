@@ -24,7 +24,8 @@ class ExportProvenance:
     """Facts about the training and the content of an export, for its model card.
 
     `tokens` is the number of tokens that the run has read up to `step`, of `total_iters` steps.
-    `parameters` is 0 if it is unknown.
+    `start` has the earlier runs and models that the first weights come from. `parameters` is 0, and
+    a text is empty, if it is unknown.
     """
 
     schedule_text: str
@@ -62,10 +63,10 @@ class ExportProvenance:
         return self.step > 0 or self.merge is not None
 
     def select_objective(self, attention: Attention) -> Objective:
-        """Return the most frequent last objective with this `attention`.
+        """Return the most frequent of the `last_objectives` with this `attention`.
 
-        If none has it, it is the most frequent of all. Objectives with classes of their own are
-        chosen only if no other predicts tokens.
+        If none has it, it is the most frequent of all. Objectives whose labels are classes are
+        chosen only if none predicts tokens.
         """
         last = [
             objective for objective in self.last_objectives if not objective.classes
@@ -98,8 +99,8 @@ def build_model_card(name: str, provenance: ExportProvenance, attention: Attenti
     """Return the model card (README.md, with the Hub's metadata) of an export.
 
     Args:
-        name: Name of the model.
-        attention: Attention of the export.
+        name: Name of the model, for the heading.
+        attention: Attention of the export, which may differ from that of training.
     """
     objective = provenance.select_objective(attention)
     causal = attention == Attention.CAUSAL

@@ -24,8 +24,8 @@ def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
     method.
 
     Args:
-        schedule: Schedule of the run.
-        step: Step of the run, without earlier runs; the name ends in it before the end.
+        schedule: Schedule of the run, by `RunCheckpoint.schedule`.
+        step: Step of the run, without the steps of earlier runs.
     """
     name = run.settings.model_name
     if run.origin:

@@ -18,27 +18,28 @@ from megaenc.model.config import ModelConfig
 class ParamMapping:
     """Mapping of one megatron-core tensor to Hugging Face tensors.
 
-    In this class only the name differs. Tensors are whole, as with one tensor-parallel rank.
+    In this class only the name differs; subclasses also split or reorder rows. Tensors are those of
+    the whole model, as with one tensor-parallel rank.
 
     Args:
-        core: Name of the megatron-core tensor, with `{}` for the layer number.
-        hf: Names of the Hugging Face tensors, with `{}` for the layer number.
+        core: Name of the megatron-core tensor, with `{}` for the layer index, from 0.
+        hf: Names of the Hugging Face tensors, with `{}` for the layer index, from 0.
     """
 
     core: str
     hf: tuple[str, ...]
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Return the Hugging Face tensors, in the order of `hf`.
+        """Return the Hugging Face tensors of a megatron-core tensor, in the order of `hf`.
 
-        They may share memory with `tensor`.
+        They may share memory with `tensor`. `model` is read for the shape of the heads.
         """
         return (tensor,)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Return the megatron-core tensor of the Hugging Face `tensors`.
+        """Return the megatron-core tensor of the Hugging Face `tensors`, in the order of `hf`.
 
-        They are in the order of `hf`, and it may share memory with them.
+        It may share memory with them. It is the inverse of `to_hf`.
         """
         return tensors[0]
 
@@ -270,7 +271,7 @@ def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
     A tied model has both names too.
 
     Args:
-        family: Model type whose names they are.
+        family: Hugging Face `model_type` whose names they are.
     """
     names = {
         mapping.core: mapping.hf[0]
@@ -289,10 +290,11 @@ def iter_mappings(
     layers before the next kind.
 
     Args:
-        family: Model type whose names they are; by default one that has all weights of the model.
+        family: Hugging Face `model_type` whose names they are; None: one that has all weights of
+            the model.
 
     Yields:
-        The mapping, the megatron-core name, and the Hugging Face names.
+        (mapping, megatron-core name, Hugging Face names), all with the layer index.
     """
     for mapping in _model_mappings(model, family):
         if mapping.core == _HEAD.core and not model.untie_embeddings_and_output_weights:
@@ -316,7 +318,7 @@ def iter_hf_tensors(
     The order is that of `iter_mappings`.
 
     Args:
-        parameters: Megatron-core's whole weights by name.
+        parameters: Megatron-core's weights of the whole model by name, as with one rank.
         vocab_size: Rows of the vocabulary that are kept, without padding.
         family: See `iter_mappings`.
     """

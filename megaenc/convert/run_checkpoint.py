@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A run directory with its model, configuration and records.
+    """A run directory with its model, configuration and records, by `open_run_checkpoint`.
 
     Args:
         directory: Run directory.
@@ -55,13 +55,13 @@ class RunCheckpoint:
     facts: dict[str, Any]
 
     def at_step(self, step: int | None) -> "RunCheckpoint":
-        """Return a copy with the model of a run with phases up to `step`.
+        """Return a copy with the model as it is at `step` of a run with --phases.
 
-        Its rotary base is that of the phase of `step`, its pack length the longest up to there. A
+        The rotary base is that of the phase of `step`, the pack length the longest up to there. A
         run without phases is returned itself.
 
         Args:
-            step: Step of the checkpoint; None: the last.
+            step: Step of the checkpoint; None: the last, as which the run was opened.
         """
         phases = self.settings.phase_configs
         if len(phases) == 1 or step is None:
@@ -120,7 +120,7 @@ class RunCheckpoint:
     def added_token(self) -> str:
         """Return the mask token that was added when the model was converted.
 
-        Empty if none was added.
+        It is its text, empty if none was added.
         """
         mask = self.facts.get("source", {}).get("mask_token", {})
         return mask["token"] if mask.get("origin") == "added" else ""
@@ -204,6 +204,7 @@ class RunCheckpoint:
         """Return the step of the newest complete checkpoint.
 
         Args:
+            checkpoints: Directory `checkpoints` of this run.
             flag: Flag that errors name.
 
         Raises:
@@ -260,9 +261,11 @@ def report_removal(
 ) -> Iterator[None]:
     """Convert errors in the block to an InputError if the checkpoint was removed.
 
-    A run may remove an old checkpoint while it is read.
+    It is a context manager around reading: a run may remove an old checkpoint meanwhile. Other
+    errors pass.
 
     Args:
+        step: Step of the checkpoint that is read.
         flag: Flag that the error names.
     """
     try:

@@ -21,13 +21,15 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def parse_dtype(name: str, default_name: str, default: torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a `--dtype`: fp32, bf16 or `default_name`.
+    """Return the torch dtype of `name`, the value of --dtype.
 
     Args:
+        name: fp32, bf16 or `default_name`.
         default_name: Name that stands for `default`, such as run or source.
+        default: Dtype of `default_name`.
 
     Raises:
-        InputError: The name is another.
+        InputError: `name` is another.
     """
     if name not in (default_name, *DTYPES):
         raise InputError(f"--dtype: found {name!r}, expected {default_name}, {' or '.join(DTYPES)}")
@@ -59,17 +61,14 @@ def write_shards(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int,
 ) -> dict[str, str]:
-    """Write `tensors`, in the order of `shapes`, to safetensors files in `directory`.
-
-    Files have at most `max_bytes`, unless one weight is larger; with several files their index is
-    written too.
+    """Write `tensors` to safetensors files in `directory`, with an index if there are several.
 
     Args:
         directory: Existing directory.
-        shapes: Shape of each tensor by name.
+        shapes: Shape of each tensor by name, in the order of `tensors`.
         dtype: float32 or bfloat16, to which each tensor is cast.
-        tensors: Names and tensors; each is needed only until the next one.
-        max_bytes: Maximum bytes of the tensors in a file.
+        tensors: (name, tensor) of each; a tensor is needed only until the next one.
+        max_bytes: Maximum bytes of the tensors in a file; a larger tensor has a file of its own.
 
     Returns:
         The SHA-256 of each tensor's written bytes, by name.
@@ -112,7 +111,7 @@ def write_shards(
 
 
 def tensor_bytes(tensor: Tensor):
-    """Return the bytes of a tensor as a numpy uint8 array.
+    """Return the bytes of a tensor, in row-major order, as a flat numpy uint8 array.
 
     They are not copied if the tensor is contiguous and on the CPU.
     """

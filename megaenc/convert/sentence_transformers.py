@@ -27,10 +27,11 @@ def write_sentence_layout(
     """Write the files with which sentence-transformers loads `directory`, in float32.
 
     Args:
-        directory: Existing directory, without a directory `1_Pooling`.
+        directory: Existing directory with a Hugging Face model, without a directory `1_Pooling`.
         hidden_size: Width of the embeddings.
         length: Maximum number of tokens of a text.
-        prompts: Prefix of a text by the name of its role, such as "query".
+        prompts: Prefix of a text by the name of its role, such as "query"; None: no prefixes.
+        pooling: Token states that make the embedding: their mean, the first or the last one.
         lower_case: Whether texts are put into lower case first.
     """
     (directory / "1_Pooling").mkdir()
@@ -60,5 +61,8 @@ def write_sentence_layout(
 
 
 def write_json(file: Path, content: Any, indent: int = 2) -> None:
-    """Write `content` to `file` as indented JSON."""
+    """Write `content` to `file` as JSON, indented by `indent` spaces, with a newline at the end.
+
+    An existing file is replaced, not atomically.
+    """
     file.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")

@@ -63,6 +63,8 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) 
     conversion.json. The output at position i predicts token i + `prediction_shift` of config.json.
 
     Args:
+        load: Run directory.
+        output: Directory to create; it must not exist.
         step: Step of the checkpoint; None: the newest.
         options: Those of `Exporter.__init__`.
 
@@ -89,7 +91,7 @@ def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
     """Export all checkpoints of run `load` to directories in `output`.
 
     Step 0 is exported too if its weights follow from the seed. All directories are written or none.
-    Options and errors are those of `to_hf`.
+    Arguments and errors are those of `to_hf`.
 
     Returns:
         The directory names (see `export_name`) in the order of steps.
@@ -120,8 +122,9 @@ def select_export_family(
     that is given supports the model is not checked.
 
     Args:
-        architecture: Family name; "source" for the family that the model was converted from; None
-            for EuroBERT or, if that does not support the model, the source's or another that does.
+        architecture: `model_type` of a family, such as llama; "source" for the family that the
+            model was converted from (EuroBERT if it was not); None for EuroBERT or, if that does
+            not support the model, the source's or another that does.
 
     Raises:
         InputError: The family is unknown.

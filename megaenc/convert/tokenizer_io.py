@@ -39,10 +39,13 @@ _RESERVED_TOKEN = re.compile(
 
 
 def read_tokenizer(directory: Path, rows: int) -> Any:
-    """Return the tokenizer of a Hugging Face directory without running code in it.
+    """Return transformers' tokenizer of a Hugging Face directory.
+
+    Code in the directory is not run.
 
     Args:
-        rows: Rows of the model's embedding.
+        directory: Directory with a tokenizer.json.
+        rows: Rows of the model's embedding, the most ids that the tokenizer may have.
 
     Raises:
         InputError: The tokenizer is missing or has more ids than `rows`.
@@ -144,7 +147,10 @@ class MaskToken:
 def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
     """Return the mask token of `tokenizer`; give the role to a token if none has it.
 
-    The token is then a reserved one of the vocabulary, or with `add` a new one.
+    `tokenizer`, transformers', is then changed.
+
+    Args:
+        add: Whether to add a new token rather than take a reserved one of the vocabulary.
 
     Raises:
         InputError: There is neither a mask token nor a reserved one, or `add` is not needed.
@@ -194,9 +200,10 @@ def _find_reserved_token(tokenizer: Any) -> str | None:
 def write_tokenizer(tokenizer: Any, directory: Path, **options: Any) -> None:
     """Write tokenizer.json and tokenizer_config.json to `directory`.
 
-    The config names the class that uses tokenizer.json unchanged.
+    The config names the class that uses tokenizer.json unchanged. Existing files are replaced.
 
     Args:
+        tokenizer: Transformers' tokenizer.
         options: Further fields of tokenizer_config.json.
     """
     tokenizer.save_pretrained(directory)
@@ -221,7 +228,8 @@ def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
     with any of these loses its role; the token itself stays.
 
     Args:
-        model_type: Model type of the config.json.
+        model_type: Field `model_type` of the config.json.
+        tokenizer: Transformers' tokenizer, changed in place.
     """
     if model_type == "qwen2" and tokenizer.mask_token is not None:
         mask = tokenizer.added_tokens_decoder.get(tokenizer.mask_token_id)
@@ -238,12 +246,14 @@ def verify_tokenizer(
     determine ids.
 
     Args:
+        directory: Directory of the export, which transformers loads.
         trained: Tokenizer of training.
-        model_type: Model type of the export's config.json.
-        special_tokens: If given, a text as a whole must have the ids of a document with them.
+        model_type: Field `model_type` of the export's config.json, for errors.
+        special_tokens: Special tokens around a document of training, with which the export must
+            encode a text; None: not compared.
 
     Returns:
-        The entry for conversion.json.
+        The results for conversion.json.
 
     Raises:
         InputError: The tokenizers differ; the message names the first difference.

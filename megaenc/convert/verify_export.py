@@ -35,22 +35,25 @@ _CHUNK_ROWS = 8192  # of an output layer that are cast to float32 at a time
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """Fixed token ids with which two models are compared.
+    """Fixed token ids with which two models are compared, by `build`.
 
-    `documents` have three lengths; `variants` are a short document with each token changed in turn.
+    documents: int64[length] each, of three lengths, the longest first. variants: int64[1 + n, n], a
+    short document with each token changed in turn: row 0 is the original, row k has another token
+    k - 1.
     """
 
-    documents: tuple[Tensor, ...]  # int64[length], the longest first
-    variants: Tensor  # int64[1 + n, n]; row 0 is the original, row k has another token k - 1
+    documents: tuple[Tensor, ...]
+    variants: Tensor
 
     @classmethod
     def build(cls, vocab_size: int, context: int, window: int | None = None) -> "ProbeBatch":
-        """Return the documents for a model with `vocab_size` ids.
+        """Return the ProbeBatch for a model, on the CPU.
 
         Args:
+            vocab_size: Number of token ids.
             context: Maximum length of a document in tokens.
-            window: Window of local layers; the first two of three documents are longer if `context`
-                is.
+            window: Window of local layers, tokens to each side; None: none. The longest document is
+                at least three windows long if `context` allows.
         """
         longest = _PROBE_LENGTH if window is None else max(_PROBE_LENGTH, 3 * window)
         lengths = [max(1, min(longest, context) * part // 3) for part in (3, 2, 1)]
@@ -65,21 +68,24 @@ class ProbeBatch:
 class ProbeOutputs(NamedTuple):
     """A model's float32 logits, or hidden states, for a ProbeBatch.
 
-    They are on the CPU, and logits are without padding of the vocabulary.
+    documents: [length, V or H] each; variants: [1 + n, n, V or H]. They are on the CPU, and logits
+    are without padding of the vocabulary.
     """
 
-    documents: list[Tensor]  # [length, V or H] each
-    variants: Tensor  # [1 + n, n, V or H]
+    documents: list[Tensor]
+    variants: Tensor
 
 
 def compute_core_outputs(
     encoder: Any, probe: ProbeBatch, attention: Attention, encoder_only: bool = False
 ) -> ProbeOutputs:
-    """Return megatron-core's logits for `probe`, computed in one pack and float32.
+    """Return megatron-core's logits for `probe`, computed in one row and float32.
 
     The encoder keeps its dtype, but not its `post_process`, which becomes not `encoder_only`.
 
     Args:
+        encoder: Encoder of a single rank, with all layers.
+        attention: Attention mask to compute with.
         encoder_only: Return hidden states instead.
     """
     from megaenc.model.linear_cross_entropy import Predictions
@@ -112,12 +118,15 @@ def verify_export(
     transformers loads the directory, and computes on this process's device.
 
     Args:
-        expected: Outputs of megatron-core.
-        digests: SHA-256 of each weight, by name.
+        directory: Export with config.json and weights.
+        probe: Token ids that both models compute.
+        expected: Outputs of megatron-core for them, by `compute_core_outputs`.
+        attention: Attention that the export must have.
+        digests: SHA-256 of each weight, by its name in the export, as of `write_shards`.
         windows: Window of each layer, None if it is global.
 
     Returns:
-        The content for conversion.json.
+        The results for conversion.json, such as the largest differences.
 
     Raises:
         InputError: The export differs from the run's model.

@@ -41,7 +41,10 @@ FIXED = {
 
 
 def find_unsupported_shape(model: ModelConfig) -> str | None:
-    """Return, as text, a feature of `model` that Gemma 3 lacks; None if it has all."""
+    """Return, as text, a feature of `model` that Gemma 3 lacks; None if it has all.
+
+    Only the shape and the activation are checked.
+    """
     # transformers refuses it, whatever the width of a head.
     if model.hidden_size % model.num_attention_heads:
         return "heads whose number does not divide the hidden size"
@@ -49,10 +52,11 @@ def find_unsupported_shape(model: ModelConfig) -> str | None:
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig that are not in `FIELDS`.
+    """Return the fields of ModelConfig that a config has and `FIELDS` lacks, by name.
 
     Args:
-        file: Name of the config.json, for errors.
+        config: Transformers' config object.
+        file: Path of the config.json, with which errors begin.
 
     Raises:
         InputError: A field, which the message names, asks for an unsupported feature.
@@ -104,9 +108,10 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the fields of a Gemma 3 config.json that `FIELDS` lacks.
+    """Return the fields of a Gemma 3 config.json that `FIELDS` lacks, by name.
 
-    It is the inverse of `read_fields`; `tokenizer` is unused.
+    It is the inverse of `read_fields`. `tokenizer` is unused; `attention` decides how a window is
+    counted.
     """
     # Unused without local layers, but transformers requires it.
     window = model.window_size or model.hidden_size

@@ -59,10 +59,11 @@ def find_unsupported_shape(model: ModelConfig) -> str | None:
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig that are not in `FIELDS`.
+    """Return the fields of ModelConfig that a config has and `FIELDS` lacks, by name.
 
     Args:
-        file: Name of the config.json, for errors.
+        config: Transformers' config object.
+        file: Path of the config.json, with which errors begin.
 
     Raises:
         InputError: A field, which the message names, asks for an unsupported feature.

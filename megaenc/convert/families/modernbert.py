@@ -52,9 +52,10 @@ FIXED = {
 
 
 def find_unsupported_shape(model: ModelConfig) -> str | None:
-    """Return a feature of `model` that ModernBERT lacks, as text, else None.
+    """Return, as text, a feature of `model` that ModernBERT lacks; None if it has all.
 
-    Its heads have keys and values of their own and divide the hidden size.
+    Each of its heads has its own keys and values, and the widths of the heads add up to the hidden
+    size. Only the shape and the activation are checked.
     """
     if model.num_query_groups != model.num_attention_heads:
         return "queries that share keys and values"
@@ -72,10 +73,11 @@ def find_unsupported_activation(model: ModelConfig) -> str | None:
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig that are not in `FIELDS`.
+    """Return the fields of ModelConfig that a config has and `FIELDS` lacks, by name.
 
     Args:
-        file: Name of the config.json, for errors.
+        config: Transformers' config object.
+        file: Path of the config.json, with which errors begin.
 
     Raises:
         InputError: A field, which the message names, asks for an unsupported feature.
@@ -121,7 +123,10 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 
 
 def check_activation(name: Any, file: str) -> None:
-    """Raise InputError, naming `file`, if the gated MLP has no activation `name`."""
+    """Raise InputError if the gated MLP has no activation `name`, a value of config.json.
+
+    The error begins with `file`, the path of the config.json.
+    """
     if name not in ACTIVATIONS:
         raise InputError(
             f"{file}: field `hidden_activation`: found {shorten_repr(name)}, "
@@ -176,6 +181,7 @@ def read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
     Args:
         rope: Entry of `rope_parameters` for the kind.
         kind: FULL or LOCAL, for errors.
+        file: Path of the config.json, with which errors begin.
 
     Raises:
         InputError: The positions are scaled, or the base is no positive number.
@@ -190,7 +196,8 @@ def read_tokens(value: Any, field: str, file: str) -> int:
     """Return `value`, the number of tokens of a window in config.json.
 
     Args:
-        field: Field in backticks, for errors.
+        field: Name of the field, in backticks, for errors.
+        file: Path of the config.json, for errors.
 
     Raises:
         InputError: It is no integer of 2 or more; the message names `file` and `field`.
@@ -203,9 +210,10 @@ def read_tokens(value: Any, field: str, file: str) -> int:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the fields of ModernBERT's config.json that `FIELDS` lacks.
+    """Return the fields of ModernBERT's config.json that `FIELDS` lacks, by name.
 
-    It is the inverse of `read_fields`. ModernBERT's decoder has the same fields.
+    It is the inverse of `read_fields`. ModernBERT's decoder has the same fields. The ids of the
+    special tokens are those of `tokenizer`; `attention` decides how a window is counted.
     """
     # Unused without local layers.
     window = (model.window_size or model.hidden_size) + (attention == Attention.CAUSAL)
@@ -219,7 +227,10 @@ def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> d
 
 
 def layer_type_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return `layer_types` and `rope_parameters`; the inverse of `read_layer_types`."""
+    """Return the fields `layer_types` and `rope_parameters` of a config.json.
+
+    It is the inverse of `read_layer_types`.
+    """
     bases = {FULL: model.rotary_base, LOCAL: model.local_rotary_base or model.rotary_base}
     return {
         "layer_types": [FULL if window is None else LOCAL for window in model.layer_windows],

@@ -46,17 +46,21 @@ FIXED = {"output_layer_bias": (True, "output layer without bias")}
 
 
 def find_unsupported_shape(model: ModelConfig) -> str | None:
-    """Return, as text, a feature of `model` that NeoBERT lacks; None if it has all."""
+    """Return, as text, a feature of `model` that NeoBERT lacks; None if it has all.
+
+    Only the shape and the activation are checked.
+    """
     if model.ffn_hidden_size % _MULTIPLE:
         return f"--ffn-hidden-size that is no multiple of {_MULTIPLE}"
     return modernbert.find_unsupported_shape(model)
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig that are not in `FIELDS`.
+    """Return the fields of ModelConfig that a config has and `FIELDS` lacks, by name.
 
     Args:
-        file: Name of the config.json, for errors.
+        config: Transformers' config object.
+        file: Path of the config.json, with which errors begin.
 
     Raises:
         InputError: A field, which the message names, asks for an unsupported feature.

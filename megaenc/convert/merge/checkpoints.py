@@ -54,7 +54,7 @@ _STEPS = re.compile(r"[0-9]{1,18}(,[0-9]{1,18})*")
 
 @dataclass(frozen=True)
 class MergeSource:
-    """Checkpoint to merge: its run, step, and the flag that it was given with."""
+    """Checkpoint to merge: its run, at `step`, and the flag that it was given with, for errors."""
 
     run: RunCheckpoint
     step: int
@@ -85,7 +85,7 @@ class MergeSource:
         return (*run.start.before, current_run)
 
     def record(self, state: dict[str, Any], weight: float | None = None) -> MergedCheckpoint:
-        """Return the entry for run.json.
+        """Return the entry of this checkpoint for run.json; nothing is written.
 
         Args:
             state: Content of the checkpoint's state.json.
@@ -113,7 +113,8 @@ def merge(
     process group.
 
     Args:
-        load: Checkpoints as RUN (its newest), RUN@STEP or RUN@STEP,STEP.
+        load: Checkpoints as RUN (its newest), RUN@STEP or RUN@STEP,STEP; RUN is a run directory.
+        output: Directory to create; it must not exist.
         method: linear, slerp (of two checkpoints) or ties.
         weights: One for each checkpoint (linear; default: equal ones), or the position between
             two, from 0 to 1 (slerp; default: 0.5).

@@ -51,7 +51,11 @@ class MergedCheckpoint:
 
 @dataclass(frozen=True)
 class MergeRecord:
-    """Record of a merge in run.json; base and density are those of TIES."""
+    """Record of a merge in run.json.
+
+    method: one of METHODS; checkpoints: those that were merged, in order; base and density: those
+    of TIES, None for other methods.
+    """
 
     method: str
     checkpoints: tuple[MergedCheckpoint, ...]
@@ -79,7 +83,12 @@ class MergeRecord:
 
 
 def merge_linear(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the average of `tensors` with `weights` (0 or more, their sum above 0)."""
+    """Return the average of `tensors` with `weights`, float32 of their shape.
+
+    Args:
+        tensors: Tensors of equal shape.
+        weights: One for each, 0 or more; they are divided by their sum, which must exceed 0.
+    """
     total = math.fsum(weights)
 
     def average(parts: list[Tensor]) -> Tensor:
@@ -99,8 +108,11 @@ def merge_slerp(tensors: Sequence[Tensor], t: float) -> Tensor:
     zero.
 
     Args:
-        tensors: Two tensors.
-        t: Position between the first tensor (0) and the second (1).
+        tensors: Two tensors a and b of equal shape.
+        t: Position from a (0) to b (1).
+
+    Returns:
+        float32 of their shape.
     """
     dots = np.zeros(3)  # of (a, a), (b, b), (a, b)
     for parts in _iter_chunks(tensors):
@@ -121,8 +133,17 @@ def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[flo
     """Return `base` plus the differences of `tensors` to it, merged by TIES.
 
     This is algorithm 1 of arXiv 2306.01708 with lambda = 1: differences below the checkpoint's
-    threshold (see `trim_threshold`) become 0; the sign of their sum is elected for each element;
-    those of this sign are averaged.
+    threshold become 0; the sign of their sum is elected for each element; those of this sign are
+    averaged.
+
+    Args:
+        base: Tensor of the checkpoint from which the others were trained.
+        tensors: Tensors of the same shape, one of each checkpoint.
+        thresholds: Magnitude below which a difference of each checkpoint becomes 0, by
+            `trim_threshold`.
+
+    Returns:
+        float32 of the same shape.
     """
 
     def merge(parts: list[Tensor]) -> Tensor:
@@ -154,9 +175,13 @@ def magnitudes(base: Tensor, tensor: Tensor) -> np.ndarray:
 
 
 def trim_threshold(values: np.ndarray, density: float) -> float:
-    """Return the magnitude that the largest values reach, a fraction `density` of all.
+    """Return the magnitude that the largest of `values` reach, a fraction `density` of all.
 
-    At least one value reaches it, and equal values all do. `values` are reordered in place.
+    At least one value reaches it, and equal values all do.
+
+    Args:
+        values: Magnitudes, by `magnitudes`, as a flat array that is not empty; reordered in place.
+        density: Fraction above 0, up to 1.
     """
     index = len(values) - max(1, round(density * len(values)))
     values.partition(index)
