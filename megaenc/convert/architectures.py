@@ -125,9 +125,10 @@ class ModelFamily:
         }
 
     def without_output_bias(self, model: ModelConfig) -> ModelConfig:
-        """Return a copy of `model` without a bias of the output layer if this family has none.
+        """Return `model` without a bias of the output layer if this family has none.
 
-        Else it is `model` itself. Exports must then check that the bias is zero.
+        It is a copy, or `model` itself if the family has one. Exports must then check that the bias
+        is zero.
         """
         has_bias = "output_layer_bias" in {*self.layers.FIXED, *self.options}
         return model if has_bias else replace(model, output_layer_bias=False)

@@ -50,10 +50,11 @@ _ROWS = 8192  # of the vocabulary's matrices, the largest ones, that are read at
 
 @dataclass(frozen=True)
 class HFSource:
-    """Hugging Face model directory whose config and weights `open_hf_source` has checked.
+    """Hugging Face model directory whose config and weights were checked.
 
-    directory: its files, from which weights are read by name; family: its family; config:
-    transformers' config object; model: its shape, with `vocab_size`, the rows of its embedding.
+    Built by `open_hf_source`. directory: its files, from which weights are read by name; family:
+    its family; config: transformers' config object; model: its shape, with `vocab_size`, the rows
+    of its embedding.
     """
 
     directory: TrainableHFCheckpoint

@@ -37,9 +37,9 @@ class ParamMapping:
         return (tensor,)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Return the megatron-core tensor of the Hugging Face `tensors`, in the order of `hf`.
+        """Return the megatron-core tensor of the Hugging Face `tensors`.
 
-        It may share memory with them. It is the inverse of `to_hf`.
+        They are in the order of `hf`. It may share memory with them. It is the inverse of `to_hf`.
         """
         return tensors[0]
 

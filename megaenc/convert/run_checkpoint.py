@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A run directory with its model, configuration and records, by `open_run_checkpoint`.
+    """A run directory with its model, configuration and records.
+
+    Built by `open_run_checkpoint`.
 
     Args:
         directory: Run directory.

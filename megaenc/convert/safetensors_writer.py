@@ -61,7 +61,9 @@ def write_shards(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int,
 ) -> dict[str, str]:
-    """Write `tensors` to safetensors files in `directory`, with an index if there are several.
+    """Write `tensors` to one or several safetensors files in `directory`.
+
+    Several files get an index.
 
     Args:
         directory: Existing directory.

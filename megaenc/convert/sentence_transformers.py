@@ -61,8 +61,8 @@ def write_sentence_layout(
 
 
 def write_json(file: Path, content: Any, indent: int = 2) -> None:
-    """Write `content` to `file` as JSON, indented by `indent` spaces, with a newline at the end.
+    """Write `content` to `file` as JSON, with a newline at the end.
 
-    An existing file is replaced, not atomically.
+    `indent` is the number of spaces of a level. An existing file is replaced, not atomically.
     """
     file.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")

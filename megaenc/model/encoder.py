@@ -442,7 +442,7 @@ def build_encoder(*args: Any, **kwargs: Any) -> Encoder:
 
 
 def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield (name in the full model, parameter) of each parameter of this rank's chunk.
+    """Yield (name in the full model, parameter) of each parameter of a chunk.
 
     Layers are numbered from 0 over all pipeline stages. A tied output layer has the embedding's
     name. A parameter that ranks split is this rank's part.

@@ -68,10 +68,10 @@ class PseudoPerplexity(Objective):
 
     @property
     def parts(self) -> tuple["PseudoPerplexity", ...]:
-        """Return the objective of each of the `passes`; together they predict every token once.
+        """Return the objective of each of the `passes`, in order.
 
-        Special tokens and the first `ahead` of each document are left out. `part` of this objective
-        is not read.
+        Together they predict every token once. Special tokens and the first `ahead` of each
+        document are left out. `part` of this objective is not read.
         """
         return tuple(dataclasses.replace(self, part=part) for part in range(self.passes))
 

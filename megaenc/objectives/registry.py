@@ -16,7 +16,7 @@ ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
 
 def register(objective: ObjectiveClass) -> ObjectiveClass:
-    """Register an objective class under its `name` and return it unchanged, as a decorator.
+    """Register an objective class under its `name` and return it, as a decorator.
 
     It is registered in this process only. The class is a frozen dataclass, so that
     `@dataclass(frozen=True)` stands below `@register`.

@@ -143,9 +143,10 @@ class Phase:
 
     @property
     def fractions(self) -> tuple[float, ...]:
-        """Return for each of `choices` the expected fraction of the phase's passes that train it.
+        """Return the expected fraction of the phase's passes that train each choice.
 
-        The fractions add up to 1; in a sum they are equal, whatever the weights.
+        They are in the order of `choices`. The fractions add up to 1; in a sum they are equal,
+        whatever the weights.
         """
         if self.is_sum:
             return (1 / self.passes,) * self.passes

@@ -123,9 +123,9 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 
 
 def check_activation(name: Any, file: str) -> None:
-    """Raise InputError if the gated MLP has no activation `name`, a value of config.json.
+    """Raise InputError if the gated MLP has no activation `name`.
 
-    The error begins with `file`, the path of the config.json.
+    `name` is any value of config.json. The error begins with `file`, the path of the config.json.
     """
     if name not in ACTIVATIONS:
         raise InputError(

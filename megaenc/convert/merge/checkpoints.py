@@ -54,7 +54,7 @@ _STEPS = re.compile(r"[0-9]{1,18}(,[0-9]{1,18})*")
 
 @dataclass(frozen=True)
 class MergeSource:
-    """Checkpoint to merge: its run, at `step`, and the flag that it was given with, for errors."""
+    """Checkpoint to merge: its run, as it is at `step`, and the flag that named it."""
 
     run: RunCheckpoint
     step: int

@@ -175,9 +175,10 @@ def magnitudes(base: Tensor, tensor: Tensor) -> np.ndarray:
 
 
 def trim_threshold(values: np.ndarray, density: float) -> float:
-    """Return the magnitude that the largest of `values` reach, a fraction `density` of all.
+    """Return the smallest magnitude that is kept if only the largest are.
 
-    At least one value reaches it, and equal values all do.
+    These are a fraction `density` of `values`, rounded, and at least one; all values that equal the
+    smallest are kept, too.
 
     Args:
         values: Magnitudes, by `magnitudes`, as a flat array that is not empty; reordered in place.

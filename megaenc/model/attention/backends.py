@@ -159,9 +159,10 @@ def flash_attn_versions(device: torch.device) -> list[int]:
 
 
 def exclude_flash_attn(version: int) -> None:
-    """Leave a major version of flash-attn (4, 3 or 2) unused in this process from now on.
+    """Leave a major version of flash-attn unused in the rest of this process.
 
-    For a version that cannot be imported or compiled, or that has failed its self-test.
+    `version` is 4, 3 or 2. For a version that cannot be imported or compiled, or that has failed
+    its self-test.
     """
     _excluded_versions.add(version)
     load_flash_kernel.cache_clear()

@@ -71,7 +71,7 @@ class DocumentBatch:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Layout of a row's tokens for batched products, with documents in order of length.
+    """Layout of a row's tokens for batched products, with documents by length.
 
     Each document is padded and has the shape [groups, padded tokens, width], with `groups`
     key/value heads. The `repeats` query heads of a group are rows of each token, so that keys and

@@ -181,7 +181,10 @@ def attend_padded(
 
 
 def cudnn_only():
-    """Return a context manager in which torch's scaled dot product uses cuDNN or fails."""
+    """Return a context manager that restricts torch's scaled dot product to cuDNN.
+
+    Within it the product fails if cuDNN cannot compute it.
+    """
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
 

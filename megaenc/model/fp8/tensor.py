@@ -127,7 +127,7 @@ def max_value_bits(dtype: torch.dtype) -> int:
 
 
 def rounding_error(dtype: torch.dtype) -> float:
-    """Return an upper bound of the relative error of rounding numbers to a float8 dtype.
+    """Return an upper bound of the relative error of rounding to a float8 dtype.
 
     It bounds the root mean square over many numbers in the normal range; it is a fraction, not a
     percentage.

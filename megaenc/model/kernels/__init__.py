@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FusedKernels:
-    """Flags of the Triton kernels to use, by `select_fused_kernels`; torch computes the rest.
+    """Flags of the Triton kernels to use, by `select_fused_kernels`.
 
-    `sum` is no kernel: it adds up the output layer's weight gradients in float32 by torch.
+    Torch computes the rest. `sum` is no kernel: it adds up the output layer's weight gradients in
+    float32 by torch.
     """
 
     norm: bool = False

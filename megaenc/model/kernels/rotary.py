@@ -46,9 +46,10 @@ def rotary_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Return heads [S, 1, heads, dim] rotated by `sign` times the angles, as a new tensor.
+    """Return heads [S, 1, heads, dim] rotated by `sign` times the angles.
 
-    It has no gradient: `megaenc.model.functional.Rotation` calls it in both passes.
+    The tensor is new. It has no gradient: `megaenc.model.functional.Rotation` calls it in both
+    passes.
 
     Args:
         cos: Cosines of the angles, contiguous float32[S, 1, 1, dim / 2].

@@ -164,11 +164,12 @@ def _count_keys(
 
 
 def compute_pmi(tables: Sequence[NgramTable]) -> list[np.ndarray]:
-    """Return the pointwise mutual information of n-grams, a float64[N] for each n from 2.
+    """Return the pointwise mutual information of n-grams, a list by length.
 
-    `tables` begin with n = 1, as of `count_ngrams`. It is PMI_n of arXiv 2010.01825, in nats: the
-    minimum over all segmentations, but the n-gram itself, of log p(n-gram) - sum of log p(segment),
-    where p is the fraction of an n-gram among those of its length.
+    It has a float64[N] for each n from 2. `tables` begin with n = 1, as of `count_ngrams`. It is
+    PMI_n of arXiv 2010.01825, in nats: the minimum over all segmentations, but the n-gram itself,
+    of log p(n-gram) - sum of log p(segment), where p is the fraction of an n-gram among those of
+    its length.
     """
     logs = [np.log(table.counts / max(table.total, 1)) for table in tables]
     best = [logs[0]]  # largest sum of log p(segment), the n-gram itself included

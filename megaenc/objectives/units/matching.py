@@ -54,10 +54,11 @@ class Collocations:
 
 
 class TrieLevel(NamedTuple):
-    """Level n of a trie of collocations, whose nodes are numbered in the order of their keys.
+    """Level n of a trie of collocations.
 
-    keys: int64, ascending: the node of level n - 1 times base plus token n. ends: bool, whether a
-    collocation ends at the node. At level 1, which is not stored, the node is the token id.
+    Its nodes are indexed in the order of their keys. keys: int64, ascending: the node of level n -
+    1 times base plus token n. ends: bool, whether a collocation ends at the node. At level 1, which
+    is not stored, the node is the token id.
     """
 
     keys: np.ndarray
