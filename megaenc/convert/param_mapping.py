@@ -52,7 +52,10 @@ class QKVMapping(ParamMapping):
     """
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Return query, key and value, or one matrix of their rows, as contiguous tensors."""
+        """Return query, key and value of linear_qkv, `tensor`, as contiguous tensors.
+
+        With one name in `hf` they are one matrix, with the rows of query, key and value in turn.
+        """
         heads = model.num_attention_heads // model.num_query_groups
         rows = tensor.view(model.num_query_groups, (heads + 2) * model.head_dim, *tensor.shape[1:])
         parts = rows.split([heads * model.head_dim, model.head_dim, model.head_dim], dim=1)
@@ -80,7 +83,10 @@ class HeadQKVMapping(ParamMapping):
     """
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Return NeoBERT's matrix: in queries and keys, the rows of both halves alternate."""
+        """Return NeoBERT's matrix, the only tensor of the tuple, from linear_qkv.
+
+        In queries and keys, the rows of both halves alternate.
+        """
         return (self._reorder(tensor, model, (2, -1)),)
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
@@ -101,11 +107,11 @@ class GatedMLPMapping(ParamMapping):
     """Mapping of linear_fc1 to the matrices of the gate and of the up projection."""
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-        """Return gate and up projection, the halves of linear_fc1, as contiguous tensors."""
+        """Return (gate, up projection), the halves of linear_fc1, as contiguous tensors."""
         return tuple(part.contiguous() for part in tensor.chunk(2))
 
     def to_core(self, tensors: tuple[Tensor, ...], model: ModelConfig) -> Tensor:
-        """Return linear_fc1: the rows of the gate, followed by those of the up projection."""
+        """Return linear_fc1 of (gate, up projection): their rows one after another."""
         return torch.cat(tensors)
 
 

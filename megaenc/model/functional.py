@@ -41,6 +41,7 @@ def rms_norm(
     Args:
         x: [..., H].
         weight: [H].
+        epsilon: Number that is added to the mean square.
         residual: [..., H] to add before the norm, or None.
 
     Returns:

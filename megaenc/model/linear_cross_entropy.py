@@ -67,14 +67,10 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of the output layer, and the number correct.
 
-    It is that of softmax(hidden weight^T + bias). All ranks of `group` call it together, with equal
-    `hidden_NH` and `predictions`; backward runs once. The prediction is the likeliest token, the
-    lowest id on a tie. Exact gradients are computed in forward, so that one softmax suffices;
-    backward scales them and sums those of `hidden_NH` over `group`.
-
-    With label distributions q, the cross-entropies are logsumexp(z) - sum_k q_k z[id_k]. Neither
-    with these nor with classes is the fused kernel used, which reads one label and is made for wide
-    rows.
+    It is that of softmax(hidden weight^T + bias), in nats. All ranks of `group` call it together,
+    with equal `hidden_NH` and `predictions`; backward runs once and sums the gradient of
+    `hidden_NH` over `group`. The prediction is the likeliest token, the lowest id on a tie. With
+    label distributions q, a cross-entropy is logsumexp(z) - sum_k q_k z[id_k].
 
     Args:
         hidden_NH: Hidden states [N, H] at the positions of `predictions`.
@@ -83,7 +79,7 @@ def linear_cross_entropy(
             read.
         columns: Rows of `weight_VH` without padding, which follows them.
         group: Ranks that share the vocabulary.
-        fused: Kernels to use.
+        fused: Kernels to use; `loss` counts only without label distributions and classes.
         chunk_size: Logits of this rank per chunk, or their bytes with `fused.loss`; None:
             CHUNK_LOGITS or FUSED_CHUNK_BYTES.
         bias_V: This rank's part of the biases.
@@ -99,6 +95,7 @@ def linear_cross_entropy(
         ValueError: `predictions.per_token` is set and gradients are enabled.
     """
     count = len(predictions.labels)
+    # The fused kernel reads one label and is made for wide rows.
     if predictions.soft_labels is not None or predictions.classes:
         fused = dataclasses.replace(fused, loss=False)
     if fused.loss:
@@ -151,7 +148,8 @@ class _LossOptions:
 class _LinearCrossEntropy(torch.autograd.Function):
     """Chunked output layer and cross-entropy.
 
-    Forward computes the gradients, backward scales and reduces them.
+    Forward computes the exact gradients, so that one softmax suffices; backward scales and reduces
+    them.
     """
 
     @staticmethod

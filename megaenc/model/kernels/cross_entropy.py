@@ -20,7 +20,9 @@ def cross_entropy_statistics_kernel(
 ):
     """Write the softmax statistics of one row per program to `out` [4, rows].
 
-    They are the highest score, the sum of exp, the label's score and the likeliest token.
+    They are those of `softmax_statistics`. `logits` points to [rows, width], with `stride` elements
+    from row to row; `labels` to int64[rows], ids in the whole vocabulary. `first` is the id of
+    column 0; columns from `columns` on are padding. COLUMNS, a power of two, are read at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     row_logits = logits + row * stride
@@ -53,7 +55,9 @@ def cross_entropy_gradient_kernel(
 ):
     """Overwrite COLUMNS logits of one row per program by the loss's gradient.
 
-    The gradient is the softmax, minus 1 at the label.
+    The gradient is the softmax, minus 1 at the label, and 0 in padding. `highest` and `total` point
+    to the highest score and the sum of exp(score - highest) of each row in the whole vocabulary,
+    float32[rows]; other arguments are as in `cross_entropy_statistics_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

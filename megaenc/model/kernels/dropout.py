@@ -15,8 +15,9 @@ from megaenc.model.kernels.launch import column_block_constants, flatten_rows
 def dropout_kernel(x, out, low, high, first, limit, scale, x_stride, width, COLUMNS: tl.constexpr):
     """Write x * `scale`, or 0 if the hash is below `limit`, to the contiguous `out`.
 
-    A program computes a block of COLUMNS columns of one row. `low` and `high` point to a number for
-    each row; `first` is as in `drop`; `width` is the row's length.
+    A program (row, block) computes COLUMNS columns of one row. `x` points to [rows, width], with
+    `x_stride` elements from row to row; `low` and `high` to a number for each row. `first` and
+    `limit` are as in `drop`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

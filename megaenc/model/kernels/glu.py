@@ -41,7 +41,9 @@ def gate_factor(gate, ACTIVATION: tl.constexpr):
 def glu_forward_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
     """Write activation(gate) * up to `out`.
 
-    A program computes a block of COLUMNS columns of one row.
+    A program (row, block) computes COLUMNS columns of one row. `x` points to [rows, 2 width], gate
+    and then up, with `x_stride` elements from row to row; `out` is contiguous [rows, width].
+    ACTIVATION is as in `glu`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -69,9 +71,10 @@ def glu_backward_kernel(
     ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the gradients of gate and up to `to_x`.
+    """Write the gradients of gate and up to `to_x`, contiguous [rows, 2 width].
 
-    A program computes a block of COLUMNS columns of one row.
+    `gradient` points to the gradient of the output, [rows, width]; strides are elements from row to
+    row. All else is as in `glu_forward_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -36,7 +36,8 @@ def norm_forward_kernel(
     """Write x / rms(x) * weight of a tile of ROWS rows per program to `out`.
 
     CENTERED: of x minus the row's mean (LayerNorm). RESIDUAL: of x + residual, written to
-    `sum_out`.
+    `sum_out`. `x` and `residual` point to [rows, width], with strides in elements from row to row;
+    `weight` to [width]; `sum_out` and `out` are contiguous. COLUMNS is at least `width`.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
@@ -66,10 +67,10 @@ def norm_backward_kernel(
 ):  # fmt: skip
     """Write the gradient of x to `to_x`, and parts of the weight's to `to_weight`.
 
-    Each program writes its part of the weight's gradient to a row of its own.
-
-    CENTERED: the norm subtracts the mean. RESIDUAL: add `to_sum`, the gradient that reaches x
-    directly.
+    Program p writes its part of the weight's gradient, to be summed, to row p of `to_weight`,
+    float32[programs, width]. `x` is the input of the norm, `gradient` the gradient of its output;
+    `to_x` is contiguous. CENTERED: the norm subtracts the mean. RESIDUAL: add `to_sum`, the
+    gradient that reaches x directly. All else is as in `norm_forward_kernel`.
     """
     column = tl.arange(0, COLUMNS)[None, :]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -110,6 +111,7 @@ def rms_norm(
     Args:
         x: [..., H].
         weight: [H].
+        epsilon: Number that is added to the mean square.
         residual: [..., H] to add before the norm, or None.
 
     Returns:
@@ -123,7 +125,8 @@ def layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return (x - mean(x)) / std(x) * weight, without a bias, by Triton.
 
-    Arguments and results are as of `rms_norm`.
+    Arguments and results are as of `rms_norm`; `epsilon` is added to the variance, and `residual`
+    to `x`.
     """
     return _TritonNorm.apply(x, residual, weight, epsilon, True)
 

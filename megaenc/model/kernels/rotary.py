@@ -28,7 +28,9 @@ def rotary_kernel(
 ):
     """Write rotated heads of `x` to `out`, ROWS heads of one token per program.
 
-    SIGN is the factor of the token's angles.
+    `x` points to [tokens, heads, 2 half], with strides in elements from token to token and from
+    head to head; `out` is contiguous. `cos` and `sin` are float32[tokens, half] of the token's
+    angles, of which SIGN, 1 or -1, is a factor. COLUMNS is at least `half`.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -95,8 +97,9 @@ def qkv_rotary_kernel(
 ):
     """Copy ROWS heads of one token of `mixed` per program to q, k or v, or back.
 
-    q and k are rotated. `mixed` has per group `per_group` queries, a key and a value; all tensors
-    are contiguous.
+    q and k are rotated, backward by the negative angles. `mixed`, [tokens, heads, 2 half], has for
+    each of `groups` groups `per_group` queries, a key and a value, together `heads`; all tensors
+    are contiguous. `cos` and `sin` are float32[tokens, half]. COLUMNS is at least `half`.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]

@@ -115,7 +115,7 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
 
 
 def print_digest(objective: str, options: Sequence[str]) -> None:
-    """Print `compute_digest` of an objective given as text.
+    """Print `compute_digest` of an objective and `options`, as of `load_objective`.
 
     The check of determinism calls it in another process.
     """
@@ -149,6 +149,9 @@ def run_checks(config: CheckConfig) -> tuple[Objective, list[CheckResult]]:
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc objective check`: print a table of the checks.
+
+    Args:
+        argv: Words after the command; None: those of this process.
 
     Raises:
         InputError: A check failed (exit code 2).

@@ -248,6 +248,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc data inspect`: print statistics of a corpus and a decoded pack.
 
     The pack is printed only if a tokenizer is given.
+
+    Args:
+        argv: Words after the command; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse(InspectConfig, argv, prog="megaenc data inspect", description=__doc__)

@@ -320,6 +320,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc objective collocations`: write the collocations of a corpus.
 
     Examples are printed.
+
+    Args:
+        argv: Words after the command; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse(
