@@ -183,7 +183,9 @@ class Teacher:
         import torch
 
         # The made-up packs of checks, whose vocabulary is of no tokenizer, have short documents.
-        needed = len(pack.tokens) if self.vocabulary.fingerprint else int(np.diff(pack.cu_seqlens).max())
+        needed = (
+            len(pack.tokens) if self.vocabulary.fingerprint else int(np.diff(pack.cu_seqlens).max())
+        )
         if needed > self.context_length:
             raise InputError(
                 f"teacher {self.path}: reads up to {self.context_length} tokens, "
@@ -201,7 +203,10 @@ class Teacher:
             tokens_BL = np.full((len(documents), lengths[documents[0]]), self._padding)
             mask_BL = np.arange(tokens_BL.shape[1]) < lengths[documents, None]
             tokens_BL[mask_BL] = np.concatenate(
-                [inputs[pack.cu_seqlens[document] : pack.cu_seqlens[document + 1]] for document in documents]
+                [
+                    inputs[pack.cu_seqlens[document] : pack.cu_seqlens[document + 1]]
+                    for document in documents
+                ]
             )
             (chosen,) = (row_of[document_of] >= 0).nonzero()
             place_n = (

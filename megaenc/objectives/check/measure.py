@@ -272,7 +272,9 @@ class _Statistics:
         is_predicted[places] = True
         self.tokens += len(pack.tokens)
         self.fractions.append(len(places) / len(pack.tokens))
-        progress = (pack.positions + 0.5) / np.repeat(np.diff(pack.cu_seqlens), np.diff(pack.cu_seqlens))
+        progress = (pack.positions + 0.5) / np.repeat(
+            np.diff(pack.cu_seqlens), np.diff(pack.cu_seqlens)
+        )
         for tenth, center in enumerate((0.05, 0.5, 0.95)):
             is_inside = np.abs(progress - center) <= 0.05
             self.by_position[:, tenth] += (is_inside & is_predicted).sum(), is_inside.sum()
