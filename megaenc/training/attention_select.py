@@ -59,17 +59,15 @@ def select_attention(
 ) -> str:
     """Return the name of an attention backend that passes self-tests on all ranks.
 
-    All ranks call this together. Rank 0 prints available backends that fail. Versions of flash-attn
-    that fail are not used in this process again.
+    All ranks call this together. They raise InputError if the requested backend fails, or with
+    "auto" all do. Rank 0 prints backends and versions of flash-attn that are installed and failed
+    before the one that passes. Failing versions are not used in this process again.
 
     Args:
         requested: Name of the backend; "auto" for the first of BACKENDS that passes.
         masks: Kinds of attention that are needed.
-        **batch_shape: `seq_length`, the tokens of a pack, and `packs` of a micro-batch, without
-            which long documents are not tested.
-
-    Raises:
-        InputError: The requested backend fails, or all do with "auto".
+        **batch_shape: `seq_length`, tokens of a pack (default 0: no long document is tested), and
+            `packs`, packs of a micro-batch (default 1).
     """
     tensor = layout.tensor_model_parallel_size
     failures = []

@@ -39,7 +39,8 @@ TENSORBOARD_RUN = "megaenc_run"
 def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]:
     """Return the started loggers that flags of `plan` request, on rank 0.
 
-    They are for --tensorboard-dir and --wandb-project. Other ranks get none. Call `submit` to log.
+    They are for --tensorboard-dir and --wandb-project; the list is empty without these flags and on
+    other ranks. Call `submit` to log.
 
     Args:
         run_dir: Directory that keeps the id of the Weights & Biases run; None without --save, for a
@@ -69,8 +70,9 @@ def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]
 class TensorBoardLogger:
     """Logger that writes a run's rows and flags to TensorBoard event files.
 
-    Numbers are float64. All files are in one directory. `drop_rows_after`, which opens the first
-    file, must be called before the other methods.
+    Numbers are float64. All files are in one directory; the constructor raises InputError if
+    another run has written there. `drop_rows_after`, which opens the first file, must be called
+    before the other methods.
     """
 
     def __init__(self, directory: str, run: str, config: dict[str, Any]):
@@ -100,7 +102,7 @@ class TensorBoardLogger:
     def drop_rows_after(self, step: int) -> None:
         """Start an event file that makes TensorBoard ignore earlier rows after `step`.
 
-        The file begins with the flags. Pass -1 for a new run.
+        The file begins with the flags and metadata of the run. Pass -1 for a new run.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -258,7 +260,7 @@ class BackgroundLogger:
     def flush(self, seconds: float = 5.0) -> None:
         """Wait up to `seconds` until the logger has made and flushed all queued calls.
 
-        Return at once if the logger is not built yet.
+        Return at once if the logger is not built yet, and without a message after `seconds`.
         """
         is_done = threading.Event()
         if self._is_open.is_set():

@@ -31,7 +31,7 @@ class RecentLosses:
     """Recent losses of each objective, to which new ones are compared.
 
     It is the same on all ranks, which add the same losses. `state`, JSON-ready, is saved in
-    checkpoints.
+    checkpoints and restored by the constructor.
     """
 
     def __init__(self, state: dict[str, Any] | None = None):
@@ -42,8 +42,8 @@ class RecentLosses:
     def add(self, step: int, objective: str, loss: float | None) -> float | None:
         """Add a loss of `objective`; return its deviations above recent ones.
 
-        The window of an objective that returns after more than MIN_RECENT_LOSSES steps of others is
-        cleared first: the model has changed in the meantime.
+        The window of an objective is cleared first if its last loss was added more than
+        MIN_RECENT_LOSSES steps before `step`, as the model has changed in the meantime.
 
         Args:
             objective: Text of the objective, which has a window of its own.

@@ -23,8 +23,8 @@ _GROUPS = {METRICS_FILE: "train", VALIDATION_FILE: "validation", STRAGGLERS_FILE
 class MetricsLogger(Callback):
     """Callback that logs steps and validations of a run.
 
-    They go to the files of the run directory, to TensorBoard and Weights & Biases, both on rank 0,
-    and to a progress line on the console.
+    Rank 0 writes them to the files of the run directory, to TensorBoard and Weights & Biases, and
+    to a progress line on the console.
     """
 
     def __init__(self, trainer: "Trainer", run_dir: RunDir | None):
@@ -61,8 +61,8 @@ class MetricsLogger(Callback):
     def after_step(self, report: StepReport) -> None:
         """Log a row of metrics.jsonl if one is due, and update the progress line.
 
-        All ranks call this together, as timings are reduced. A row is due at each interval, at the
-        last step, and at a spike or skipped step.
+        All ranks call this together, as timings are reduced. A row is due at each multiple of
+        --log-interval, at the last step, and at a spike or skipped step.
         """
         plan = self.trainer.plan
         step = report.step
@@ -93,7 +93,10 @@ class MetricsLogger(Callback):
         )
 
     def after_validation(self, step: int, scores: dict[str, Any]) -> None:
-        """Log a row of validation.jsonl: step, the run's counters, and `scores`."""
+        """Log a row of validation.jsonl: step, the run's counters, and `scores`.
+
+        All ranks may call it; only rank 0 writes.
+        """
         self.log(VALIDATION_FILE, {"step": step, **self.trainer.progress, **scores})
 
     def log(self, file: str, row: dict[str, Any]) -> None:
@@ -141,9 +144,10 @@ class MetricsLogger(Callback):
 
 
 def progress_fields(row: dict[str, Any], backend: Backend) -> dict[str, str]:
-    """Return the texts of the progress line by name: loss, tokens/s and MFU if known.
+    """Return the texts of the progress line by name: loss, tokens/s and MFU.
 
-    MFU, model FLOPs utilization, is in percent, and left out on a CPU.
+    MFU, model FLOPs utilization, is in percent; it is left out if unknown, and on a CPU. A loss of
+    None is "-".
 
     Args:
         row: Row of metrics.jsonl.

@@ -24,8 +24,8 @@ class Profiler(Callback):
     """Callback of --profile: torch's profiler for chosen steps and ranks.
 
     Each profiled rank writes a trace (.json.gz) and a table (.txt) to SAVE/profile. A run that
-    resumes between the first and the last chosen step profiles the remaining ones. Errors of
-    writing do not end the run.
+    starts or ends between the first and the last chosen step profiles those that it makes. Errors
+    of writing are printed and do not end the run.
     """
 
     def __init__(self, trainer: "Trainer"):

@@ -28,7 +28,8 @@ def format_model(plan: Plan) -> str:
 def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], resumed: int) -> str:
     """Return the lines of text at the start of a run, without a newline at the end.
 
-    They name model, devices, kernels, starting point, phases, --save and corpora.
+    They name model, devices, kernels, starting point, phases, --save, corpora and skipped packs,
+    and have those of `describe_uneven_shares`.
 
     Args:
         backend: Hardware of this process.
@@ -81,8 +82,9 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
 def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
     """Return a line for each global batch size that leaves some ranks much more work.
 
-    These are sizes at which the data-parallel rank with most packs has over 5 % more than the mean.
-    Only the sizes after a ramp-up are considered. The number of ranks is that of this launch.
+    These are sizes at which the data-parallel rank with most packs has over 5 % more than the mean;
+    the list is empty if there are none. Only the sizes after a ramp-up are considered. The number
+    of ranks is that of this launch.
     """
     ranks = settings.data_parallel_size(get_world_size())
     lines = []

@@ -80,8 +80,9 @@ class StragglerDetector(Callback):
     def after_step(self, report: StepReport) -> None:
         """Add this rank's times of a step, and report the slowest ranks if due.
 
-        All ranks call this together. The first step is not measured. A line is printed for each
-        rank that was slow in CONSECUTIVE_REPORTS reports.
+        All ranks call this together. The first step of the process is not measured. A line is
+        printed for a rank that was slow in CONSECUTIVE_REPORTS consecutive reports, once until it
+        is no longer slow, and for at most REPORTED_RANKS ranks at a time.
         """
         step = report.step
         engine = self.trainer.engine
@@ -150,14 +151,14 @@ def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compare the seconds of each rank with the median of comparable ranks.
 
     Data and probe are the same work for all ranks; compute is compared within a pipeline stage. The
-    median of two is the faster one.
+    median of an even number of ranks is the lower of the two in the middle.
 
     Args:
         ranks: Array of the structured data type RANK_FIELDS, [R].
 
     Returns:
-        Each rank's larger ratio to the median, of data and compute together or of the probe,
-        float64[R]; and the work that is furthest above its median, "data", "compute" or "the
+        Ratio to the median, float64[R], of the sum of data and compute or of the probe, whichever
+        is larger; and the work that is furthest above its median, "data", "compute" or "the
         probe", str[R], also for ranks that are not slow.
     """
     data_R = ranks["data_seconds"]
