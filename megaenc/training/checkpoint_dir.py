@@ -72,7 +72,7 @@ def name_file(file: Path) -> Iterator[None]:
 
 
 class CheckpointDir:
-    """Directory `checkpoints` of a run, read by this process only.
+    """Directory `checkpoints` of a run, read without communication between ranks.
 
     It holds a directory such as `iter_0000100` for each checkpoint, and a tracker file naming the
     newest step. `directory` need not exist.
@@ -126,12 +126,14 @@ class CheckpointDir:
     def read_state(self, step: int) -> dict[str, Any]:
         """Return the content of state.json of the checkpoint of `step`.
 
-        Its field `sha256` is compared and left out. Sizes of all files are compared, their contents
-        are not.
+        It has `step`, `identity` and `files` (size and SHA-256 by name); other fields may be
+        missing. Its field `sha256` is compared and left out. Sizes of all files are compared, their
+        contents are not.
 
         Raises:
             UnreadableCheckpointError: The file system fails to read it.
-            DamagedCheckpointError: It is missing or bad, or a file is missing or has another size.
+            DamagedCheckpointError: The checkpoint or one of its files is missing, state.json is
+                invalid, or a file has another size.
         """
         path = self.path(step)
         if not path.is_dir():
@@ -251,7 +253,7 @@ def file_digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def find_size_damage(directory: Path, expected: dict[str, dict[str, Any]]) -> str | None:
-    """Return a message on the first file that is missing or has a wrong size.
+    """Return a message on the first file that is missing, irregular or of wrong size.
 
     Args:
         expected: Sizes and SHA-256 of the files of `directory` by name, as of `file_digests`.

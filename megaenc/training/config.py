@@ -253,8 +253,8 @@ class PretrainConfig:
     def check_rampup(self) -> None:
         """Raise InputError if `--rampup-batch-size` is malformed.
 
-        It must have three numbers, whose increments lead to --global-batch-size in at most a
-        million steps.
+        If given, it must have three numbers, whose increments lead to --global-batch-size in at
+        most a million steps.
         """
         if self.rampup_batch_size is None:
             return
@@ -272,7 +272,10 @@ class PretrainConfig:
 
     @property
     def packs_at_once(self) -> int:
-        """Return --micro-batch-size in packs; 1 for `auto`, until a run has measured it."""
+        """Return --micro-batch-size in packs; 1 for `auto`, until a run has measured it.
+
+        It is that of this object; those of `phases` are ignored.
+        """
         return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
     @property
@@ -364,7 +367,7 @@ class PretrainConfig:
     def samples_after(self, step: int) -> int:
         """Return the number of samples (packs) that steps 1 to `step` read, on all ranks.
 
-        It is 0 for step 0. Steps after the run read as many as the last phase's.
+        It is 0 for step 0. Each step after the run counts as one more of the last phase.
         """
         return sum(
             phase.settings.batch_sizes.first_sample(phase_steps + 1)
@@ -487,8 +490,8 @@ def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
     """Return `default` with the file of --config and the preset of --model.
 
-    Both are read from `argv`, whose other flags are not applied. Fields that its flags replace,
-    such as train_iters by --train-tokens (REPLACES), are set to their defaults.
+    Both flags are read from `argv`. Others only reset fields that they replace, such as train_iters
+    by --train-tokens (REPLACES) and micro_batch_size of `phases` by --micro-batch-size.
 
     Args:
         argv: Words of the command line after the command.
@@ -496,7 +499,7 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
         default: Configuration to start from, which is not changed.
 
     Raises:
-        InputError: The file or the preset is invalid.
+        InputError: File or preset is invalid, or --objective-schedule is given with phases.
     """
     config = flags.find_flag_value(argv, "--config")
     if config:

@@ -91,7 +91,10 @@ class OptimizerConfig:
     """Newton-Schulz iterations of Muon's orthogonalization"""
 
     def check(self) -> None:
-        """Raise InputError for flags of Muon given with another optimizer."""
+        """Raise InputError for flags of Muon with another optimizer.
+
+        Flags with their default values pass.
+        """
         for name in ("muon_momentum", "muon_num_ns_steps") if self.optimizer != "muon" else ():
             if (value := getattr(self, name)) != getattr(OptimizerConfig, name):
                 raise InputError(
@@ -127,8 +130,8 @@ class StartConfig:
     def check(self) -> None:
         """Raise InputError for flags that need or exclude others.
 
-        --branch-from and --init-from exclude each other; --branch-at, --init-at and `--skip-samples
-        parent` need them.
+        --branch-from and --init-from exclude each other; --branch-at needs the first, --init-at the
+        second, and `--skip-samples parent` either. No file is read.
         """
         for kind, run in (("branch", self.branch_from), ("init", self.init_from)):
             step = self.branch_at if kind == "branch" else self.init_at
@@ -173,7 +176,7 @@ class FaultConfig:
 
         Args:
             deviations: Robust standard deviations of the loss above recent ones
-                (`compute_deviations`); None is no spike.
+                (`compute_deviations`), which must exceed the flag; None is no spike.
         """
         return (
             bool(self.loss_spike_sigmas)
@@ -276,7 +279,8 @@ class MonitoringConfig:
     def check(self, save: str, steps: int, world_size: int) -> None:
         """Raise InputError for flags of Weights & Biases and profiler that do not fit.
 
-        Callbacks are left to `parse_callbacks`.
+        Flags of Weights & Biases need --wandb-project, which needs a directory; --profile needs
+        `save`, and its steps and ranks must be of the run. Callbacks are left to `parse_callbacks`.
 
         Args:
             save: Run directory; empty without one.

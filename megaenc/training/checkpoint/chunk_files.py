@@ -49,10 +49,10 @@ Digests = dict[str, dict[str, Any]]
 class StoredChunk:
     """Rectangle of a tensor, and its place in a file of a checkpoint.
 
-    `key` names the tensor; `dtype` is float32 or bfloat16. `global_shape`, `global_offset` and
-    `shape` (of the rectangle) have an axis for each one of the tensor; `shape` is 1 in all but the
-    last two. In `file`, elements begin at byte `data_start`, inside a torch.save archive of
-    `archive_bytes` at `archive_start`.
+    `key` names the tensor; `dtype` is "float32" or "bfloat16". `global_shape`, `global_offset` and
+    `shape` (of the rectangle) have as many axes as the tensor; `shape` is 1 in all but the last
+    two. In `file`, a name without a directory, elements begin at byte `data_start`, inside a
+    torch.save archive of `archive_bytes` at `archive_start`.
     """
 
     key: str
@@ -99,8 +99,8 @@ _CHUNK_FIELDS = {field.name for field in fields(StoredChunk)}
 def write_chunks(directory: Path, rank: int, chunks: Sequence[ShardedTensor]) -> None:
     """Write and sync the chunks of rank `rank`, and an index of them.
 
-    Each rank calls it, also without chunks, for which only the index is written. `publish_chunks`
-    reads the index. Nothing is communicated.
+    Each rank calls it; without chunks only the index is written. `publish_chunks` reads the index.
+    Existing files of the rank are replaced. Nothing is communicated.
 
     Args:
         directory: Directory of the checkpoint, which exists.
@@ -172,21 +172,17 @@ def _describe_chunk(
 def publish_chunks(directory: Path, ranks: int, optimizer_step: int) -> Digests:
     """Check the chunks of all ranks, write index.json and return the files' digests.
 
-    One rank calls it, once all have written. It also writes the other PUBLISHED_FILES, for torch's
-    and megatron-core's readers, and deletes the indexes of the ranks.
+    One rank calls it, once all have written. It writes PUBLISHED_FILES, deletes the indexes of the
+    ranks, and returns size and SHA-256 of only the files with chunks, by name.
 
     Args:
-        directory: Directory of the checkpoint.
-        ranks: Number of ranks that have written.
+        ranks: Number of ranks that have written, numbered from 0.
         optimizer_step: Number of optimizer updates made.
 
-    Returns:
-        Size and SHA-256 of the files with chunks, by name.
-
     Raises:
-        OSError: A file cannot be read or written.
         RuntimeError: The chunks of a tensor overlap or leave elements out.
         InputError: The index is larger than a load would read.
+        OSError: A file cannot be read or written.
     """
     with ThreadPoolExecutor(_INDEX_READERS) as pool:
         texts = pool.map(lambda rank: _rank_index(directory, rank).read_bytes(), range(ranks))
@@ -269,18 +265,18 @@ def check_coverage(chunks: Sequence[StoredChunk]) -> None:
 
 
 def read_index(directory: Path, digests: Digests) -> bytes:
-    """Return the bytes of a checkpoint's index.json, for `parse_index`, checked.
+    """Return the checked bytes of a checkpoint's index.json, for `parse_index`.
 
-    Its chunks lie in the files of `digests` and hold each element of each tensor once. The files
-    themselves are not read.
+    Its chunks lie in the files of `digests` and hold each element of each tensor once. Only
+    index.json is read, and its own SHA-256 is not compared.
 
     Args:
         directory: Directory of the checkpoint.
         digests: Size and SHA-256 of the checkpoint's files by name (`files` of state.json).
 
     Raises:
-        CheckpointReadError: The file cannot be read.
-        InputError: No save wrote it.
+        CheckpointReadError: index.json is missing or cannot be read.
+        InputError: Its content is not that of a save.
     """
     file = directory / INDEX_FILE
     try:
@@ -384,8 +380,9 @@ class ChunkReader:
     def read(self, chunks: Iterable[ShardedTensor]) -> None:
         """Fill the `data` of `chunks` in place, converted to its data type, with threads.
 
-        Each chunk names a tensor and its rectangle. Rows that the checkpoint's vocabulary lacks
-        become zero. Digests are not compared. Nothing is communicated.
+        The `key`, `global_offset` and shape of a chunk choose the tensor and the rectangle. Rows
+        that the checkpoint's vocabulary lacks become zero. Digests are not compared. Nothing is
+        communicated.
 
         Raises:
             CheckpointReadError: A file cannot be read.

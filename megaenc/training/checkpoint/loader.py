@@ -55,8 +55,8 @@ class CheckpointLoader(CheckpointDir):
             identity: Identity that its run must have (`Plan.identity`); None for any run.
 
         Raises:
-            DamagedCheckpointError: A file is missing or has changed.
-            CheckpointReadError: A rank cannot read a file.
+            DamagedCheckpointError: A file is missing or has changed, or state.json is unreadable.
+            CheckpointReadError: A rank cannot read another file.
             InputError: The checkpoint belongs to another run, or its index was not written by a
                 save.
         """
@@ -105,7 +105,8 @@ class CheckpointLoader(CheckpointDir):
 
         Raises:
             CheckpointReadError: A rank cannot read a file.
-            InputError: All of them are damaged, or the newest intact one is of another run.
+            InputError: All are damaged, the newest intact one is of another run, or the tracker
+                file cannot be read.
         """
         damage = None
         for step in broadcast_call(lambda: self.steps_up_to_tracker()[::-1]):
@@ -124,8 +125,8 @@ class CheckpointLoader(CheckpointDir):
     def is_compatible(self, step: int, plan: Plan, if_damaged: bool = True) -> bool:
         """Return whether the checkpoint of `step` skipped the same packs as `plan`.
 
-        Packs up to `step` are compared, by state.json on this rank only; files of tensors are not
-        read.
+        Packs up to `step` are compared, by state.json on this rank only; the identity of its run is
+        not compared, and files of tensors are not read.
 
         Args:
             if_damaged: Result for a checkpoint that is missing, damaged or cannot be read.
@@ -146,10 +147,10 @@ class CheckpointLoader(CheckpointDir):
     def load(self, engine: Engine, step: int) -> None:
         """Verify and load weights and optimizer state of a checkpoint into `engine`.
 
-        All ranks call this together; the checkpoint may be of any parallel layout. Each byte of the
-        tensors is read once, but for a tied embedding that the last pipeline stage has too, and
-        sent to the ranks that hold the same. Errors are those of `verify` and of
-        `ChunkReader.read`, on all ranks.
+        All ranks call this together; the checkpoint may be of any parallel layout. It is not
+        verified again if it was the last one verified. Each byte of the tensors is read once, but
+        for a tied embedding that the last pipeline stage has too, and sent to the ranks that hold
+        the same. Errors are those of `verify` and of `ChunkReader.read`, on all ranks.
         """
         updates, reader = self.open_verified(step)
         _load_tensors(engine, reader, list_engine_state(engine))
@@ -159,7 +160,8 @@ class CheckpointLoader(CheckpointDir):
     def load_weights(self, engine: Engine, step: int) -> None:
         """Verify and load only the weights of a checkpoint, not the optimizer's state.
 
-        All ranks call this together, with the errors of `load`. The optimizer's state stays new.
+        All ranks call this together, with the errors of `load`. The float32 master weights of bf16
+        are set too; moments and number of updates stay as they are.
         """
         _, reader = self.open_verified(step)
         _load_tensors(
@@ -238,15 +240,16 @@ def verify_weights(
 ) -> dict[str, Any]:
     """Verify the checkpoint of `step` for a command; return its state.json.
 
-    All ranks call this together. It differs from `CheckpointLoader.verify` in its error.
+    All ranks call this together. It differs from `CheckpointLoader.verify` in the error about
+    damage, which is no DamagedCheckpointError.
 
     Args:
         identity: Identity of the run that it must belong to; None for any run.
         flag: Flag that chooses a step, for the error.
 
     Raises:
-        InputError: It is damaged, and the error names the other steps for `flag`; it cannot be
-            read, or belongs to another run.
+        InputError: The checkpoint is damaged (the error names the other steps for `flag`), cannot
+            be read, or belongs to another run.
     """
     try:
         return checkpoints.verify(step, identity)
@@ -278,11 +281,12 @@ class WeightReader:
     def read(self, name: str) -> torch.Tensor:
         """Return the weight `name` as a new float32 tensor on the CPU.
 
-        Rows that pad the vocabulary are as saved, or missing. Errors are those of
-        `ChunkReader.read`.
+        Rows that pad the vocabulary are as saved, or missing, so that it may have fewer rows than
+        in the module. Errors are those of `ChunkReader.read`.
 
         Args:
-            name: Name of the weight in the module, such as that of named_parameters.
+            name: Name of the weight in the module, such as that of named_parameters; KeyError for
+                any other.
         """
         parts = []
         for shard in self._weights[name].shards:

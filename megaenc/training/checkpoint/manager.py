@@ -120,7 +120,8 @@ class CheckpointManager(CheckpointLoader):
     def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
         """Save the checkpoint of `step`, set the tracker and delete old checkpoints.
 
-        All ranks call this together, on the main thread. A running save is finished first.
+        All ranks call this together, on the main thread. A running save is finished first. An
+        existing checkpoint of `step` is replaced.
 
         Args:
             progress: Further entries of state.json, JSON-ready.
@@ -128,8 +129,7 @@ class CheckpointManager(CheckpointLoader):
                 `finish_save`, which also raises the errors, until `is_saving` is False.
 
         Raises:
-            InputError: The checkpoint, or that of the running save, is not saved. Nothing is left
-                of it, and all others are unchanged.
+            InputError: This checkpoint, or that of the running save, is not saved.
         """
         self.finish_save()
         state = {
@@ -219,7 +219,8 @@ class CheckpointManager(CheckpointLoader):
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
         """Write the weights of a whole module as the checkpoint of step 0, for imports.
 
-        The module is not divided over ranks. One process calls it. The tracker file is set to 0.
+        The module is not divided over ranks. One process calls it. An existing checkpoint of step 0
+        is replaced, and the tracker file is set to 0.
 
         Args:
             module: Megatron module such as an Encoder, with a sharded_state_dict.
@@ -240,7 +241,8 @@ class CheckpointManager(CheckpointLoader):
     def drain_saves(self) -> Iterator[None]:
         """Finish a running save at the end of the context, which all ranks enter.
 
-        After an error that not all ranks share, only wait for this rank's threads.
+        It raises the errors of `finish_save`. After an error in the context that not all ranks
+        share, it only waits for this rank's threads, so that the checkpoint may not be saved.
         """
         try:
             yield

@@ -23,9 +23,9 @@ class StateTensor:
     """A weight, or a state of the optimizer for it, as far as one rank holds it.
 
     `shards` are the places of the rank's tensor-parallel part in the whole weight; `values`, flat,
-    are the elements of the part that the rank holds, from element `start` on; `local_range` has
-    those that it saves and reads, and no other data-parallel rank does. `prefix` is empty for the
-    weight itself.
+    are the elements of the part that the rank holds, from element `start` of the part on;
+    `local_range`, which also counts from the start of the part, has those that it saves and reads,
+    and no other data-parallel rank does. `prefix` is empty for the weight itself.
     """
 
     weight_index: int
@@ -46,12 +46,18 @@ class StateTensor:
 
     @property
     def is_first_copy(self) -> bool:
-        """Return whether no model-parallel rank before this one holds the same part."""
+        """Return whether no model-parallel rank before this one holds the same part.
+
+        It is the same on all data-parallel ranks, which divide the part by `local_range`.
+        """
         return not any(self.shards[0].replica_id[:2])
 
     @property
     def is_on_all_tensor_ranks(self) -> bool:
-        """Return whether each tensor-parallel rank holds the whole weight."""
+        """Return whether each tensor-parallel rank holds the whole weight.
+
+        It is True for all weights without tensor parallelism.
+        """
         size = math.prod(self.shards[0].global_shape[self.shards[0].prepend_axis_num :])
         return size == sum(math.prod(shard.local_shape) for shard in self.shards)
 
@@ -120,9 +126,11 @@ def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterato
 def list_engine_state(engine: Engine) -> list[StateTensor]:
     """Return the weights of this rank and the optimizer's state for them, as views.
 
-    Each weight is followed by its states. States that no step has made yet are created as zeros.
-    With the distributed optimizer, `local_range` has the elements that the rank updates; else all
-    data-parallel ranks hold all, and each has an equal share.
+    Each weight is followed by its states, with bf16 by its float32 master weight too. They hold the
+    elements that the rank updates; a weight of which it updates none has no states. States that no
+    step has made yet are created as zeros. With the distributed optimizer, `local_range` has the
+    elements that the rank updates; else all data-parallel ranks hold all, and each has an equal
+    share.
     """
     [optimizer] = engine.optimizer.chained_optimizers
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
@@ -168,8 +176,8 @@ def list_engine_state(engine: Engine) -> list[StateTensor]:
 def equal_shares(engine: Engine, rank: int) -> list[range]:
     """Return the elements of each weight that data-parallel rank `rank` saves.
 
-    For runs without the distributed optimizer. All weights of a pipeline stage, one after the
-    other, are divided into parts of equal size.
+    It is for runs without the distributed optimizer. The weights that this rank holds, one after
+    the other, are divided into parts of equal size.
 
     Returns:
         A range for each weight of this rank's model chunks, in order, counted from the start of the
@@ -189,6 +197,8 @@ def equal_shares(engine: Engine, rank: int) -> list[range]:
 
 def list_module_state(module: torch.nn.Module) -> dict[str, StateTensor]:
     """Return the weights of a module on one rank by name, as views.
+
+    The `local_range` of each has all elements. Names are as of named_parameters.
 
     Args:
         module: Megatron module that is not divided over ranks, with a sharded_state_dict.

@@ -22,10 +22,11 @@ _STATE_BYTES = 8  # of AdamW's moments of a parameter, which the first step allo
 
 
 def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
-    """Return `plan` with the most packs that fit in place of each `auto`.
+    """Return `plan` with each `auto` replaced by the most packs that fit.
 
     It measures --micro-batch-size on accelerators. All ranks call this together, before the first
-    step. `engine` gets the plan too; its weights stay as they are. Rank 0 prints the sizes.
+    step. `engine` gets the new plan and enters its first phase; its weights stay as they are. Rank
+    0 prints the sizes.
     """
     state_size = sum(
         weight.numel() for group in engine.optimizer.param_groups for weight in group["params"]
@@ -65,12 +66,14 @@ def find_largest_batch(
 ) -> int:
     """Return the largest of `candidates` whose micro-batch fits on every rank.
 
-    It fits under all `objectives`; the first candidate if none does. All ranks call this together,
-    with the same candidates. Weights stay as they are, gradients are zero afterwards.
+    It must fit under all `objectives`; the first candidate is returned if none does. All ranks call
+    this together, with the same candidates. Each trial runs both passes without an optimizer step;
+    running out of memory counts as not fitting. Gradients are zero afterwards.
 
     Args:
         candidates: Numbers of packs of a micro-batch, ascending.
-        room: Bytes of this rank's device that tensors may have, weights included.
+        room: Bytes of this rank's device that tensors may have at the peak, existing ones such as
+            weights included. Subtract what is allocated later, such as moments of the first step.
         packs: Data set; None for that of the first phase.
         first: Index of the first sample to read.
     """
@@ -93,7 +96,7 @@ def find_largest_batch(
 def measure_room() -> float:
     """Return the bytes of this accelerator for tensors, existing ones included.
 
-    They are MEMORY_FRACTION of the memory that is free or reserved by torch.
+    They are MEMORY_FRACTION of the memory that is free or reserved by torch in this process.
     """
     free, _ = torch.cuda.mem_get_info()
     return MEMORY_FRACTION * (free + torch.cuda.memory_reserved())
@@ -112,7 +115,7 @@ def measure_peak(
         packs: Data set; None for that of the first phase.
 
     Raises:
-        torch.OutOfMemoryError: The micro-batch does not fit.
+        torch.OutOfMemoryError: The micro-batch does not fit; call `discard_batch`.
     """
     torch.cuda.reset_peak_memory_stats()
     with engine.no_grad_reduction():

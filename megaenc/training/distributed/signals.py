@@ -19,8 +19,8 @@ class SignalHandler:
 
     The signals are SIGTERM, SIGINT and SIGUSR1; a second SIGINT kills at once. Nothing is
     interrupted: after each step all ranks sum their `votes`, and `stop_reason` is the same for all.
-    After a request, other signals are ignored, also after the context. For the main thread of each
-    rank.
+    After a request the signals are ignored from the end of the context on; without one their
+    earlier handlers are restored. It is for the main thread of each rank.
     """
 
     def __init__(self, minutes: float | None, handle_signals: bool = True) -> None:
@@ -58,8 +58,9 @@ class SignalHandler:
     def votes(self) -> list[int]:
         """Return this rank's request to stop as numbers, to be summed over all ranks.
 
-        There is a 1 for its reason and 0 for all others; reasons are SIGTERM, SIGINT, SIGUSR1 and
-        the time limit, in this order. The list is empty, on all ranks, if there can be no request.
+        There is a 1 for its reason, if there is a request, and 0 for all others; reasons are
+        SIGTERM, SIGINT, SIGUSR1 and the time limit, in this order. The list is empty, on all ranks,
+        if there can be no request.
         """
         if not self._signals and self._deadline is None:
             return []
@@ -70,7 +71,8 @@ class SignalHandler:
     def stop_reason(self, votes: Sequence[float]) -> str | None:
         """Return the signal or time limit that ends the run, the same on all ranks.
 
-        Of several reasons the time limit counts, else the signal with the highest number.
+        Of several reasons the time limit counts, else the signal with the highest number. The
+        result is kept for `wait_for_launcher`.
 
         Args:
             votes: Sums over all ranks of their `votes`; may be empty.
@@ -89,9 +91,10 @@ class SignalHandler:
     def wait_for_launcher(self) -> None:
         """Wait for this rank's own SIGTERM if another node's SIGTERM ends the run.
 
-        It takes a few seconds at most. When a node joins, the torchruns of the others send SIGTERM
-        to their workers one shortly after the other. Workers that end before their torchrun has
-        noticed the join would count as failed.
+        It takes a few seconds at most, and returns at once if the last `stop_reason` was not
+        SIGTERM. When a node joins, the torchruns of the others send SIGTERM to their workers one
+        shortly after the other. Workers that end before their torchrun has noticed the join would
+        count as failed.
         """
         deadline = time.monotonic() + _LAUNCHER_SECONDS
         while (
