@@ -46,11 +46,11 @@ from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimer
 class BatchSums:
     """Sums over the predicted tokens of micro-batches or batches, added by `+`.
 
-    `loss_sum`, `correct` (tokens whose most likely token is the label), `predicted` (tokens),
-    `loss_count` (divisor of the loss), `flops` (of matrix products, forward and backward) and
-    `group_sums` (losses and tokens by TokenGroups, float64[2, G]). Those of one rank have tensors
-    on its device, so that the host does not wait for it; `reduce` returns those of all ranks as
-    numbers.
+    `loss_count` is the divisor of `loss_sum`; `predicted` counts tokens, and `correct` those whose
+    most likely token is the label; `flops` are those of matrix products, forward and backward, also
+    if only the forward pass ran; `group_sums` has losses and tokens by TokenGroups, float64[2, G].
+    Sums of one rank have tensors on its device, so that the host does not wait for it; `reduce`
+    returns those of all ranks as numbers.
     """
 
     loss_sum: float | torch.Tensor = 0.0
@@ -85,8 +85,8 @@ class BatchSums:
     def reduce(self, votes: Sequence[int] = ()) -> tuple["BatchSums", tuple[float, ...]]:
         """Return the sums over all ranks as Python numbers, and those of `votes`.
 
-        All ranks call this together, on sums of their micro-batches, with equally many votes. The
-        device is synchronized, once, after a single all-reduce.
+        All ranks call this together, on results of `run_micro_batches`, with equally many votes.
+        The device is synchronized, once, after a single all-reduce.
 
         Args:
             votes: Numbers of this rank to be summed over all ranks along with the others.
@@ -308,7 +308,7 @@ class Engine:
         return specs
 
     def relative_load(self, step: int) -> float:
-        """Return this rank's tokens of `step`, divided by the mean of all ranks.
+        """Return this rank's tokens of `step`, divided by the mean of data-parallel ranks.
 
         It is 1 for equal loads. Tokens that only fill micro-batches count for this rank, not in the
         mean.
@@ -444,8 +444,8 @@ class Engine:
         """Return summed loss and gradient norm of one micro-batch, on this rank only.
 
         Weights are not updated. The loss is 0 on ranks that compute none; the norm is that of the
-        gradient parts that this rank holds, undivided. Ranks of a replica call this together,
-        inside `no_grad_reduction`.
+        gradient parts that this rank holds, undivided. Gradients are set to zero before, and kept.
+        Ranks of a replica call this together, inside `no_grad_reduction`.
 
         Args:
             row: Indices of the samples, the same on all ranks of a replica.
@@ -589,7 +589,8 @@ class Engine:
 def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
     """Return the sums of losses and of predicted tokens of each token group.
 
-    A corpus has all tokens of a pack, which are summed as a slice, in a fixed order.
+    Groups are in the order of TokenGroups. A corpus has all tokens of a pack, which are summed as a
+    slice, in a fixed order.
 
     Args:
         batch: Micro-batch with `groups`.

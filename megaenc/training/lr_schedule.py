@@ -281,7 +281,7 @@ class LearningRateSchedule:
         return cls(peak, *steps, style, min_lr, options)
 
     def describe(self) -> str:
-        """Return the schedule as text for the console.
+        """Return the schedule as text for the console, a phrase without a full stop.
 
         It is such as `to 0.002 over 10 steps, constant, down over the last 10 steps (cosine) to
         4.9e-05 in the last`.
@@ -327,7 +327,7 @@ class PhasedSchedule:
         }
 
     def describe(self) -> str:
-        """Return the texts of the parts, joined by `then`."""
+        """Return the texts of the parts, joined by `; then `."""
         return "; then ".join(part.describe() for part in self.parts)
 
 

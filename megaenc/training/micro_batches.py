@@ -125,7 +125,8 @@ class MicroBatch:
     def spans(self) -> list[tuple[int, int, int]]:
         """Return (start, prefix end, stop) of each document, as token indices of the row.
 
-        Documents that only fill the row are left out. See `PackedSequences.spans`.
+        The prefix end is `stop` under bidirectional and `start` under causal attention. Documents
+        that only fill the row are left out.
         """
         return self.packing.spans()[: len(self.packing.documents) - self.fill_documents]
 

@@ -40,9 +40,9 @@ class WeightShard:
 
     It is a range of the rank's tensor-parallel shard, whose shape is `shape`, or all of that.
     `param` is the optimizer's float32 parameter, flat if it is a range from element `start` on;
-    None if this rank updates no element. `elements` counts those of the whole weight. `split_dim`
-    is the dimension divided over tensor-parallel ranks, or -1. `parts` are rows of matrices that
-    Muon orthogonalizes; (): AdamW.
+    None if this rank updates no element. `elements` counts those of the whole weight, without rows
+    that pad the vocabulary. `split_dim` is the dimension divided over tensor-parallel ranks, or -1.
+    `parts` are the numbers of rows of the matrices that Muon orthogonalizes, empty for AdamW.
     """
 
     shape: torch.Size
@@ -80,7 +80,7 @@ class _ShardAwareOptimizer(GroupStepAdamW):
     def begin_steps(self) -> None:
         """Begin a step of each group, and divide the gradients by `grad_scale`.
 
-        Not only AdamW reads the gradients.
+        They are divided in place, as not only AdamW reads them, and `grad_scale` is 1 afterwards.
         """
         for group in self.param_groups:
             self.begin_step(group)
@@ -109,8 +109,8 @@ class StableAdamW(_ShardAwareOptimizer):
     def step(self, closure=None):
         """Update all parameters by one StableAdamW step.
 
-        All ranks call this together, with all gradients present, which are divided by `grad_scale`
-        in place; `closure` is ignored.
+        All ranks call this together, with all gradients present. They are divided by `grad_scale`
+        in place, which is 1 again afterwards; `closure` is ignored.
         """
         self.begin_steps()
         group = self.param_groups[0]
@@ -182,8 +182,8 @@ class Muon(_ShardAwareOptimizer):
     def step(self, closure=None):
         """Update all parameters by one step of Muon or AdamW.
 
-        All ranks call this together, with all gradients present, which are divided by `grad_scale`
-        in place; `closure` is ignored.
+        All ranks call this together, with all gradients present. They are divided by `grad_scale`
+        in place, which is 1 again afterwards; `closure` is ignored.
         """
         self.begin_steps()
         for index, group in enumerate(self.param_groups):
@@ -348,8 +348,11 @@ class _RangeExchange:
     ) -> torch.Tensor:
         """Return the matrix that this rank owns, flat; empty if it owns none.
 
+        All ranks of the group call this together.
+
         Args:
-            parts: This rank's part of each matrix.
+            parts: This rank's part of each matrix; None if it has none.
+            dtype: Data type of the parts and of the result.
         """
         sent = [torch.empty(0, dtype=dtype, device=device)] + [
             part.flatten() for part in parts if part is not None
@@ -361,10 +364,12 @@ class _RangeExchange:
         return local_matrix
 
     def from_owner(self, local_matrix: torch.Tensor) -> list[torch.Tensor]:
-        """Return this rank's part of each matrix, flat.
+        """Return this rank's part of each matrix, flat; empty if it has none.
+
+        All ranks of the group call this together.
 
         Args:
-            local_matrix: Matrix that this rank owns.
+            local_matrix: Matrix that this rank owns; empty if it owns none.
         """
         parts = local_matrix.new_empty(sum(self._updated))
         dist.all_to_all_single(

@@ -110,9 +110,10 @@ def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
 class ParentRun:
     """Run directory that another run starts from, as read by the constructor.
 
-    Attributes are `settings` (its flags), `identity` (what its weights depend on, by name), `start`
-    (its own starting point), `skipped` (its skipped packs), `checkpoints`, `is_converted` (weights
-    of a Hugging Face model without optimizer state) and `flag` (beginning of errors).
+    The constructor raises InputError if it is no run directory, or that of the new run. Attributes
+    are `settings` (its flags), `identity` (what its weights depend on, by name), `start` (its own
+    starting point), `skipped` (its skipped packs), `checkpoints`, `is_converted` (weights of a
+    Hugging Face model without optimizer state) and `flag` (beginning of errors).
     """
 
     def __init__(self, flag: str, run: str, save: str):
@@ -298,8 +299,9 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
 def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
     """Return a run's identity with the values of the phase of `step` (1, 2, ...).
 
-    They replace those of the last phase, which steps after the run have. An identity without
-    `phases` is returned unchanged; the argument never changes.
+    They replace those of the last phase, which `identity` has outside `phases`. Steps after the run
+    have those of the last phase. An identity without `phases` is returned unchanged; the argument
+    never changes.
     """
     rows = identity.get("phases", [])  # converted models have no steps
     return identity | next(

@@ -149,7 +149,7 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
     else one LearningRateSchedule over all steps.
 
     Raises:
-        InputError: Flags do not fit together; the error names the phase.
+        InputError: Flags do not fit together; the error names the phase, if it is of one.
     """
     if not any(
         set(LEARNING_RATE_FLAGS) & set(parse_phase(text, "phases")) for text in config.phases

@@ -109,9 +109,10 @@ class Plan:
 
     @property
     def has_validation(self) -> bool:
-        """Return whether a phase is validated.
+        """Return whether any phase is validated.
 
-        False if --eval-interval is 0, or if there is no held-out text and no --valid-data-path.
+        It is False if --eval-interval is 0, or if no phase has held-out text and there is no
+        --valid-data-path.
         """
         has_text = any(data.held_out for data in (*self.earlier_data, self.data))
         return bool(self.settings.eval_every and (self.validation_sets or has_text))
@@ -200,8 +201,8 @@ class Plan:
     def log_interval(self) -> int:
         """Return the number of steps between rows of metrics.jsonl.
 
-        Without --log-interval it is 10 if the run has over 1,000 steps and no phase below 10 steps,
-        else 1.
+        Without --log-interval it is 10 if the run has over 1,000 steps and its objective schedule
+        no phase below 10 steps, else 1.
         """
         interval = self.settings.output.log_interval
         shortest = min(len(phase) for phase in self.schedule.phases)
@@ -211,8 +212,8 @@ class Plan:
     def corpus_usage(self) -> list[CorpusUsage]:
         """Return packs and epochs of each corpus in the whole run, as planned.
 
-        Steps of a branch's parent count. A corpus that phases reach by several paths has the last
-        one.
+        Steps of a branch's parent count, skipped packs do not. A corpus that phases reach by
+        several paths has one row, with the last path.
         """
         rows: dict[str, CorpusUsage] = {}
         for first, end, data in self._data_ranges():

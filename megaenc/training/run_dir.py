@@ -54,8 +54,9 @@ class RunDir:
     kernels, `tokenizer/` a copy of the tokenizer, `metrics.jsonl` a row per logged step,
     `validation.jsonl` one per validation (including step 0), `stragglers.jsonl` one per straggler
     report, `checkpoints/` the checkpoints. Until `begin` only the lock is there, which is removed
-    again, with new and empty directories, if the run is refused before. The end of the context
-    releases the lock.
+    again, with new and empty directories, if the run is refused before. The constructor raises
+    InputError if another process holds the lock, or the directory holds something else. The end of
+    the context releases the lock.
     """
 
     def __init__(self, path: Path, plan: "Plan"):
@@ -124,6 +125,8 @@ class RunDir:
 
     def write_plan(self, plan: "Plan", kernels: dict[str, Any]) -> None:
         """Write run.json, config.yaml and a missing tokenizer; nothing if one fails.
+
+        Existing files are replaced, an existing tokenizer is kept.
 
         Args:
             kernels: Kernels in use, for run.json (`Engine.kernel_metadata`).
