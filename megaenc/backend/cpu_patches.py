@@ -69,10 +69,10 @@ _installed = False
 
 
 def install() -> None:
-    """Install the patches that let megatron-core run on a CPU, once per process.
+    """Install the patches that let megatron-core run on a CPU.
 
     They replace `torch` in the loaded modules of megatron.core, and Tensor.type and Tensor.cuda for
-    calls from these modules. `prepare_megatron` calls it.
+    calls from these modules. `prepare_megatron` calls it; further calls do nothing.
 
     Raises:
         RuntimeError: CUDA or HIP is available.

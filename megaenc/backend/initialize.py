@@ -32,18 +32,14 @@ def init_distributed(
 ) -> Backend:
     """Initialize process groups and device; return the hardware of this process.
 
-    All ranks call this together; torchrun's variables name them, and without these this process is
-    the only one. torch's number of threads is set, and megatron-core is patched.
+    All ranks call this together; without torchrun's variables this process is the only one. torch's
+    number of threads is set, and megatron-core is patched. InputError is raised if the processes do
+    not fit `layout` or the accelerators, or for an unknown version of megatron-core.
 
     Args:
         seed: Seed of megatron-core's random state; weights, data and masks do not depend on it.
         chunks: Model chunks per pipeline stage (`ParallelConfig.chunks_per_stage`).
-        timeout: Timeout of joining and of each collective.
-
-    Raises:
-        InputError: The number of processes does not fit `layout`, or exceeds the accelerators; or
-            megatron-core is missing or of an unknown version.
-        RuntimeError: Not all processes join.
+        timeout: Timeout of each collective, and of joining, after which RuntimeError is raised.
     """
     layout.check(get_world_size())
     backend = detect_backend()

@@ -18,9 +18,9 @@ from torch.optim.adamw import adamw
 class GroupStepAdamW(torch.optim.Optimizer):
     """AdamW optimizer with one step count per parameter group, as apex's FusedAdam.
 
-    Arguments are those of torch.optim.AdamW; `adam_w_mode=False` raises ValueError. State of a
-    parameter: `exp_avg`, `exp_avg_sq`; of a group: `step`, the number of optimizer steps. See
-    Loshchilov & Hutter 2019.
+    Arguments are params, lr, betas, eps and weight_decay as in torch.optim.AdamW, but without
+    weight decay by default; `adam_w_mode=False` raises ValueError. State of a parameter: `exp_avg`,
+    `exp_avg_sq`; of a group: `step`, the number of optimizer steps. See Loshchilov & Hutter 2019.
     """
 
     grad_scale: float = 1.0
@@ -38,8 +38,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
     def step(self, closure=None):
         """Update all parameters that have a gradient by one AdamW step.
 
-        Gradients are divided by `grad_scale` first. The step is counted in each group; `closure` is
-        ignored, and None is returned.
+        Gradients are first divided by `grad_scale` in place, which keeps its value. The step is
+        counted in each group; `closure` is ignored, and None is returned.
         """
         for group in self.param_groups:
             self.begin_step(group)
@@ -63,7 +63,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
     ) -> None:
         """Update those of `params` that have a gradient by an AdamW step.
 
-        Call `begin_step` of their group before.
+        Call `begin_step` of their group before. Gradients are divided by `grad_scale` in place.
 
         Args:
             params: Some parameters of `group`.

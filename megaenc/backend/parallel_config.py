@@ -18,7 +18,8 @@ FLOAT8_ALIGNMENT = 16
 class KernelConfig:
     """Flags of the layers' kernels: attention, fused kernels, linear layers, float8.
 
-    Whether this machine supports them is tested as an Engine is built.
+    They are tested as an Engine is built: fused kernels that fail are replaced by torch's
+    operations; a chosen attention, Transformer Engine or float8 that fails is an InputError.
     """
 
     attention_backend: Literal["auto", "flash", "varlen", "cudnn", "onednn", "sdpa"] = "auto"
@@ -85,7 +86,7 @@ class ParallelConfig:
         """Raise InputError unless `world_size` processes and the flags fit together.
 
         The world size must be a multiple of tensor x pipeline size. Layers are left to
-        `layers_per_chunk`.
+        `layers_per_chunk`, recomputation to `check_recompute`, the machine to `check_device`.
         """
         tensor = self.tensor_model_parallel_size
         pipeline = self.pipeline_model_parallel_size
@@ -108,7 +109,10 @@ class ParallelConfig:
             )
 
     def check_device(self) -> None:
-        """Raise InputError for a flag that needs an accelerator if this machine has none."""
+        """Raise InputError for a flag that needs an accelerator if this machine has none.
+
+        These are --overlap-grad-reduce and --overlap-param-gather.
+        """
         from megaenc.backend.device import detect_backend  # imports torch
 
         for flag, enabled in (
@@ -181,6 +185,8 @@ class ParallelConfig:
 
     def describe(self, num_layers: int, world_size: int) -> str:
         """Return the layout as text, such as `TP 2, PP 2 (layers 6 | 6), DP 4, SP`.
+
+        These are sizes of tensor, pipeline and data parallelism; SP is sequence parallelism, if on.
 
         Args:
             num_layers: Layers of the whole model.

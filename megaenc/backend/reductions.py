@@ -27,7 +27,7 @@ def reduce_over_ranks(
 
     Args:
         op: Reduction such as ReduceOp.SUM, MIN or MAX.
-        dtype: Data type of the reduction; the default cuts off fractions.
+        dtype: Data type of the reduction; with the default, fractions are cut off and results int.
     """
     tensor = torch.tensor(values, dtype=dtype, device=detect_backend().device)
     dist.all_reduce(tensor, op)

@@ -92,7 +92,8 @@ class RunInit:
     def identity(self) -> dict[str, Any]:
         """Return the entries `start` and `skip_samples` of a run's identity, JSON-ready.
 
-        The dictionary is empty for new weights and no skipped samples.
+        `start`, a text with step and digest of the other run, is left out for new weights, and
+        `skip_samples` if it is 0.
         """
         kind = {"branch": "branch at step", "weights": "weights of step"}.get(self.kind)
         start = {"start": f"{kind} {self.at} of run {self.parent}"} if kind else {}
@@ -120,6 +121,9 @@ NEW_WEIGHTS = RunInit()
 
 def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
     """Return the content of a run's run.json and the RunInit in it.
+
+    Only `format`, `identity` and `start` are checked: other fields may be missing or wrong. Without
+    `start` it is that of new weights.
 
     Args:
         file: Path of run.json.

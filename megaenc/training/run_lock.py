@@ -18,7 +18,8 @@ class RunLock(FileLock):
     """Lock of a run directory by its file `.lock`, acquired by the constructor.
 
     It is held until `release` or the end of the process, so that only one run trains in the
-    directory. Only rank 0 creates one.
+    directory. Only rank 0 creates one. The constructor raises InputError if another process holds
+    the lock for `patience` seconds, 0 by default, or if it cannot be acquired.
     """
 
     def __init__(self, directory: Path, patience: float = 0.0):

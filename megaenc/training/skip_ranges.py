@@ -49,7 +49,7 @@ class SkippedPacks:
         `none` as the only value is the empty set, as are no values.
 
         Raises:
-            InputError: A value is no number or range.
+            InputError: A value is no number or range, or a range ends before it begins.
         """
         ranges = []
         for text in texts if tuple(texts) != NO_SKIPPED_PACKS else ():

@@ -45,8 +45,8 @@ from megaenc.training.validation import Validator
 class RunContext:
     """Devices, watchdog, signals and directories of a run, which outlast a rewind.
 
-    `checkpoints` are those of --save, on all ranks, and None without it; `run_dir` is --save on
-    rank 0, and None on other ranks.
+    `checkpoints` are those of --save, on all ranks; `run_dir` is --save on rank 0, and None on
+    other ranks. Both are None without --save.
     """
 
     backend: Backend
@@ -63,7 +63,8 @@ class Outcome:
     """End of the training loop: completion, exit, stop or rewind.
 
     `is_stopped` is True if a signal or the time limit ended it before the last step; `rewound_plan`
-    is the plan to continue by, from an earlier checkpoint, after a loss spike, else None.
+    is the plan to continue by, from an earlier checkpoint, after a loss spike, else None. Both have
+    their defaults after the last step, --exit-interval and a callback's request.
     """
 
     is_stopped: bool = False
@@ -76,16 +77,16 @@ class Outcome:
 def pretrain(plan: Plan, backend: Backend) -> bool:
     """Train a run, or resume its newest checkpoint in --save, and save it.
 
-    All ranks call this together, after `init_distributed`. Without --save nothing is written. The
-    run ends with the last step, by --exit-interval or a callback, or if a signal or time limit
-    stops it.
+    All ranks call this together, after `init_distributed`. The run ends with the last step, by
+    --exit-interval or a callback, or if a signal or time limit stops it. Without --save there is no
+    run directory, and signals keep their handlers.
 
     Returns:
         False if a signal or time limit stopped it before the last step, else True.
 
     Raises:
-        InputError: Data, directory or checkpoints do not fit, on all ranks, or LocalInputError on
-            one.
+        InputError: Data, directory or checkpoints do not fit, or too many steps were skipped, on
+            all ranks; or LocalInputError on one.
     """
     output = plan.settings.output
     save = Path(output.save) if output.save else None
@@ -252,7 +253,7 @@ class Trainer:
         """End the run after the present step, with a checkpoint; for any single rank.
 
         The checkpoint needs --save. Unlike a signal, it ends the run with exit code 0. A request
-        before the first step counts after it.
+        before the first step counts after it. Without --callbacks requests have no effect.
 
         Args:
             reason: Text that the last line of the run gives as the reason.
@@ -262,7 +263,8 @@ class Trainer:
     def stop_reason(self) -> str:
         """Return the reason of a callback on any rank to end the run; empty without one.
 
-        All ranks call this together. On other ranks than the callback's, the text only says so.
+        All ranks call this together. On ranks other than the callback's, the text is "a callback on
+        another rank".
         """
         if not self.plan.settings.monitoring.callbacks:
             return ""
@@ -291,6 +293,7 @@ class Trainer:
 
         Raises:
             InputError: More steps were skipped than --max-skipped-updates allows.
+            LocalInputError: A callback raised an InputError, maybe on this rank only.
         """
         plan = self.plan
         progress = self.progress
@@ -324,8 +327,8 @@ class Trainer:
         loaded.
 
         Returns:
-            The plan by which `train_until_exit` continues; None if --max-rewinds is used up, or if
-            the run would then have too few packs.
+            The plan by which `train_until_exit` continues; None if --max-rewinds is 0 or used up,
+            or if the run would then have too few packs, which is printed.
         """
         if len(self.plan.rewinds) >= self.plan.settings.health.max_rewinds:
             return None

@@ -21,7 +21,8 @@ class Validator:
     """Callable that scores an engine's model, always on the same packs and masks.
 
     The packs are those of the phase that trains `step` of `plan`; `parts` has the validation sets,
-    and is empty if there is no text.
+    and is empty if there is no text or validation is turned off. A call, by all ranks together,
+    returns `held_out`, a digest of the text, and `objectives`, the scores by objective.
     """
 
     def __init__(self, plan: Plan, step: int = 0):
@@ -116,9 +117,11 @@ class ValidationPart:
     def score(
         self, engine: Engine, text: str, objective: Objective, before_pass: Callable[[], object]
     ) -> dict[str, float | dict[str, float] | None]:
-        """Return the scores of `engine` under one objective by name, see `Validator`.
+        """Return the scores of `engine` under one objective by name.
 
-        All ranks call this together. `Engine.enter_phase` must have been called.
+        All ranks call this together. `Engine.enter_phase` must have been called. Scores are loss,
+        accuracy and most_frequent, each None without predictions, perplexity only for a
+        pseudo-perplexity, and the entries of `TokenGroups.mean_losses`.
 
         Args:
             text: Text of `objective`, a key of `most_frequent`.

@@ -233,8 +233,8 @@ class WandbLogger:
 class BackgroundLogger:
     """Background thread that builds a logger and makes queued calls of its methods.
 
-    Errors, also of `build`, are printed; they end the logger, not the run, and later calls do
-    nothing.
+    The constructor starts it. Errors, also of `build`, are printed; they end the logger, not the
+    run, and later calls do nothing.
 
     Args:
         name: Name of the logger in messages.

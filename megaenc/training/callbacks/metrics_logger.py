@@ -107,6 +107,9 @@ class MetricsLogger(Callback):
         Args:
             file: METRICS_FILE, VALIDATION_FILE or STRAGGLERS_FILE.
             row: Values by name, JSON-ready, with the `step`.
+
+        Raises:
+            LocalInputError: The file cannot be written, or the run directory's lock is lost.
         """
         if self._run_dir:
             self._run_dir.append_row(file, row)

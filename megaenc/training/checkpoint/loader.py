@@ -266,7 +266,8 @@ def verify_weights(
 class WeightReader:
     """Reader of whole weights of a checkpoint in float32, one at a time.
 
-    It reads the float32 master weights if there are any, else the model's.
+    It reads the float32 master weights if there are any, else the model's. Names and shapes are
+    those of a module on one rank, given to the constructor.
     """
 
     def __init__(self, reader: ChunkReader, module: torch.nn.Module):
