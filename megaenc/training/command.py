@@ -14,8 +14,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     """Train by the flags `argv`, or print the plan with --dry-run.
 
     It is the command `megaenc pretrain`, in one process or as a worker of torchrun. It returns
-    after a complete run, and exits with code 75 if a signal or time limit ends the run, which also
-    keeps torchrun from restarting it. InputErrors are printed and exit with code 2.
+    after the last step, or if --exit-interval or a callback ends the run, and exits with code 75 if
+    a signal or time limit does, which also keeps torchrun from restarting it. InputErrors are
+    printed and exit with code 2.
 
     Args:
         argv: Words of the command line after the command; None for sys.argv's.
