@@ -51,10 +51,10 @@ class EmbedEntry:
 def build_embed_entry(
     values: Mapping[str, Any], data_dir: Path
 ) -> tuple[EmbedEntry, dict[str, Any]]:
-    """Return the manifest section `embed` and the flags of contrastive training.
+    """Return (section `embed` of a manifest, flags of contrastive training).
 
-    The first has `data_dir` before its relative paths; files need not exist yet. The second has the
-    flags that the manifest sets, by field name.
+    The section has `data_dir` before its relative paths, but not before demo_ir; files need not
+    exist yet. The flags are those that the manifest sets, by field name.
 
     Args:
         values: Values of the section by key.

@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,7 +129,7 @@ class PlannedModel:
 
     @property
     def last_undecayed_step(self) -> int:
-        """Return the last step of the run before its learning rate decays.
+        """Return the last step before the run's learning rate decays; 0 if there is none.
 
         Other runs can share the steps up to it.
         """
@@ -138,9 +138,9 @@ class PlannedModel:
     def checkpoint_key(self, step: int) -> ModelKey:
         """Return the ModelKey of the run's checkpoint at `step`.
 
-        The key is not decayed and has the CLM and MLM steps up to `step`, which counts the run's
-        own steps from 1, without a parent's; the parent's are in the key as well. In mixtures,
-        fractions of steps are rounded. Whether `step` is before the decay is not checked.
+        `step` counts the run's own steps from 1, without a parent's; the key has the parent's too.
+        It is not decayed. Steps of other objectives than CLM count as MLM; in mixtures, fractions
+        of steps are rounded. Whether `step` is before the decay is not checked.
         """
         intermediate = replace(self.key, decayed=False, budget=self.steps)
         if self.key.cpt_mlm_steps:
@@ -178,18 +178,18 @@ class PlannedModel:
 def expand_models(
     entries: Sequence[ManifestEntry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]
 ) -> tuple[PlannedModel, ...]:
-    """Return the models of all entries, parents first, else in the order of `entries`.
+    """Return the models of all entries; those that continue others come last.
 
-    Models that train differently under the same columns of a ModelKey get keys with their differing
-    flags as `schedule`.
+    Otherwise they are in the order of `entries`. If models have the same ModelKey, the keys of
+    those with flags of their own get these flags as `schedule`.
 
     Args:
-        sizes: Flags of `megaenc pretrain` by size; they override those of `pretrain`.
-        pretrain: Flags of all models, by field name, with paths resolved.
+        sizes: Dictionaries of flags of `megaenc pretrain` by size; they override `pretrain`.
+        pretrain: Flags of all models, by field name. Paths are resolved, also in `sizes`.
 
     Raises:
-        InputError: An entry is invalid, a name of a model or checkpoint repeated, or the number of
-            models, checkpoints or phases too large; the message starts with the entry's place.
+        InputError: An entry or size is invalid, a name of a model or checkpoint repeated, or the
+            number of models, checkpoints or phases too large.
     """
     for size in sizes:
         _check_name("sizes", size)
@@ -448,8 +448,9 @@ def _build_model_name(entry: ManifestEntry, key: ModelKey, rate: float | None) -
 def expected_length_model(run: PretrainConfig) -> LengthModel:
     """Return the LengthModel that is assumed without a corpus.
 
-    Packs have two documents with random-length packing, otherwise one. This overestimates the
-    attention FLOPs by some percent at most.
+    `squares` and `local_pairs` are those of two documents per pack with random-length packing,
+    otherwise of one. `pieces` and special tokens are 0. This overestimates the attention FLOPs by
+    some percent at most.
     """
     length = run.data.seq_length
     window = run.shape.window_size
@@ -501,7 +502,7 @@ def _count_clm_steps(phase: PhaseWork) -> float:
     return sum(steps for work, steps in phase.parts if work.objective == "clm")
 
 
-def format_suggestion(name: str, known: Iterable[str]) -> str:
+def format_suggestion(name: str, known: Collection[str]) -> str:
     """Return the end of an error message about an unknown name.
 
     It is `, did you mean X?` with the known name nearest to `name`, or `, expected one of ...` with

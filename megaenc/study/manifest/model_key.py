@@ -29,10 +29,10 @@ class ModelKey:
     """Identity of a model or of an intermediate checkpoint, for tables and names.
 
     `clm_steps`, then `mlm_steps`, are those of the first run; `cpt_mlm_steps` are MLM steps after
-    its decayed end. `mask_ratio` is a fraction, None if nothing is masked. `decayed` is False for
-    an intermediate checkpoint. `schedule` is the objective schedule if the columns cannot express
-    it. `budget`, which is not compared, is the total of an intermediate checkpoint's run; 0:
-    42,000.
+    its decayed end (0: none). `mask_ratio` is a fraction, None if nothing is masked. `decayed` is
+    False for an intermediate checkpoint. `schedule` is the objective schedule if the columns cannot
+    express it, else "". `budget`, which is not compared, is the total of an intermediate
+    checkpoint's run; 0: 42,000.
     """
 
     size: str
@@ -76,7 +76,7 @@ def format_model_name(key: ModelKey) -> str:
     """Return the name of a key, such as `610m-clm-10k-mlm40-42k`.
 
     A name has size, phases with end steps, step of an intermediate checkpoint, and seed unless it
-    is 1.
+    is 1. An objective schedule stands in place of the phases of the last run.
 
     Raises:
         ValueError: MLM has no mask ratio, or an intermediate checkpoint is not before the end of

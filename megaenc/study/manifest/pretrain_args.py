@@ -58,7 +58,9 @@ STEP_FLAGS = {
 
 
 def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
-    """Check the flags of `megaenc pretrain` in a section of the manifest.
+    """Check each flag of `megaenc pretrain` in a section of the manifest.
+
+    Flags that contradict each other, and paths, are not checked.
 
     Args:
         source: Place of the section, such as `sizes: 610m`, for error messages.
@@ -76,10 +78,11 @@ def check_pretrain_flags(source: str, flag_values: Mapping[str, Any]) -> None:
 
 
 def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -> PretrainConfig:
-    """Return the PretrainConfig of flags over the preset of their `model`, else tiny.
+    """Return the PretrainConfig of flags over the preset that their `model` names.
 
-    bf16 is on by default, as if the device supported it: detecting that takes torch, and the run
-    may be on another machine. Flags that contradict each other are not detected.
+    The preset is `tiny` without `model`. bf16 is on by default, as if the device supported it:
+    detecting that takes torch, and the run may be on another machine. Flags that contradict each
+    other are not detected.
 
     Args:
         flag_values: Values by field name.
@@ -109,8 +112,9 @@ def check_run_config(run: PretrainConfig) -> None:
 def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
     """Return a copy of flags of `megaenc pretrain` with `data_dir` before their paths.
 
-    Paths are the words of data_path except weights, those of valid_data_path (after NAME=), and the
-    tokenizer if it exists in `data_dir`. Absolute paths stay. Nothing else must exist.
+    These are data_path except weights, and valid_data_path (after NAME=), both as lists, and the
+    tokenizer if it exists in `data_dir`; otherwise it is a name on the Hub. Absolute paths stay.
+    Nothing else must exist.
     """
     resolved = {str(name): value for name, value in flag_values.items()}
     if "data_path" in resolved:
@@ -151,8 +155,8 @@ def warmup_and_decay_steps(rates: LearningRateConfig, total: int) -> tuple[int, 
     """Return (warm-up steps, decay steps) of a run of `total` steps.
 
     Raises:
-        InputError: The two exceed `total`, decay is below 1, or the decay style is not WSD: models
-            share the steps before their decay.
+        InputError: The two exceed `total`, decay is below 1, another flag of the schedule is wrong,
+            or the decay style is not WSD: models share the steps before their decay.
     """
     if rates.lr_decay_style != WSD:
         remedy = "give lr_wsd_decay_style and a longer lr_wsd_decay_fraction instead"

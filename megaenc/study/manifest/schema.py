@@ -127,8 +127,9 @@ class Manifest:
     """Flags of contrastive training that the manifest sets."""
 
     def model_keys(self) -> dict[str, ModelKey]:
-        """Return the ModelKey of every evaluated checkpoint by its name.
+        """Return the ModelKey of every evaluated checkpoint by its name in the study.
 
+        A name need not be that of `format_model_name`: an entry may set `name` or learning rates.
         Ends of models come first, then intermediate checkpoints; models with `evaluate` false have
         only the latter.
         """
@@ -137,8 +138,8 @@ class Manifest:
     def checkpoints(self) -> Iterator[tuple[str, ModelKey, PlannedModel, int]]:
         """Yield (name, key, model, step) of every evaluated checkpoint.
 
-        The order is that of `model_keys`. `step` counts from 1 in the model's own run, also if it
-        continues a parent.
+        First come the ends of all models with `evaluate`, then the intermediate checkpoints of each
+        model. `step` counts from 1 in the model's own run, also if it continues a parent.
         """
         for model in self.models:
             if model.evaluate:
@@ -181,8 +182,8 @@ def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manif
         data_dir: Directory that relative data paths start from; None: that of the file.
 
     Raises:
-        InputError: The manifest is invalid; the message is one line with file, field, found,
-            expected, and the nearest known key.
+        InputError: The file cannot be read or the manifest is invalid. The message is one line with
+            file, field, found and expected; for an unknown key with the nearest known one.
     """
     path = Path(path)
     values = flags.read_yaml(path, str(path), "a study's manifest, as configs/study/mini.yaml")

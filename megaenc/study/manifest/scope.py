@@ -21,8 +21,9 @@ class StudyScope:
 
     `model_keys` are of the evaluated checkpoints by name, `sizes` by ascending number of
     parameters. `grid` is None if nothing is fine-tuned. `datasets` are (task family, data set)
-    pairs, with "" as family if only the data determines it; `retrieval_sets` those of zero-shot
-    retrieval, and `contrastive_seeds` the seeds of training before it.
+    pairs, with "" as family if only the data determines it. `retrieval_sets` are the data sets of
+    zero-shot retrieval; `contrastive_seeds` the seeds of contrastive training, after which they are
+    evaluated again.
     """
 
     model_keys: Mapping[str, ModelKey] = field(default_factory=dict)
@@ -45,7 +46,11 @@ EMPTY_SCOPE = StudyScope()
 
 
 def build_scope(manifest: "Manifest") -> StudyScope:
-    """Return the StudyScope of a manifest."""
+    """Return what a manifest evaluates: checkpoints, sizes, grid and data sets.
+
+    Reports compare the results that exist with it. The fine-tuning grid is None if nothing is
+    fine-tuned.
+    """
     counts: dict[str, int] = {}
     for model in manifest.models:
         counts.setdefault(

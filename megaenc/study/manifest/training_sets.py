@@ -20,8 +20,9 @@ from megaenc.finetune.grid.command import GridConfig
 class TrainingSet:
     """Data set to fine-tune on, with those to evaluate on (several in retrieval).
 
-    `train_on` and `datasets` are names in results. `family` is SC, TC, QA or IR, or "" for local
-    files, which determine it when they are read.
+    `train_on` and `datasets` are names in results. `family` is SC or TC (sequence or token
+    classification), QA (question answering) or IR (retrieval), or "" for local files, which
+    determine it when they are read.
     """
 
     train_on: str
@@ -37,7 +38,7 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
 
     Args:
         data_dir: Directory of relative paths, where BEIR directories are recognized. Paths written
-            with NAME= or a slash need not exist.
+            with NAME= or a slash need not exist; other paths must.
 
     Raises:
         InputError: A data set is unknown, its name cannot be that of a directory, or two task
@@ -75,7 +76,8 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
 def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
     """Return `dataset`, PATH or NAME=PATH, with `data_dir` before PATH.
 
-    The name of a known data set is unchanged, and so is an absolute PATH.
+    The name of a known data set (also NAME@REVISION) is unchanged, and so is an absolute PATH; any
+    other text is a path.
     """
     if parse_dataset_name(dataset)[1] is None:
         return dataset
@@ -86,7 +88,8 @@ def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
 def dataset_result_name(dataset: str) -> str:
     """Return a data set's name in results: its own, or NAME of NAME=PATH.
 
-    A PATH without NAME has the name of its file or directory.
+    A PATH without NAME has the name of its directory or file, the latter without the ending of a
+    data format if it exists.
     """
     return parse_dataset_name(dataset)[0]
 

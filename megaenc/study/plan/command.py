@@ -210,7 +210,10 @@ def _format_scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T",
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the plan of a manifest, and draw its runs to --picture if given."""
+    """Print the plan of a manifest, and draw its runs to --picture if given.
+
+    An existing picture is replaced. Wrong input exits with 2.
+    """
     silence_libraries()
     settings = flags.parse(PlanConfig, argv, prog="megaenc study plan", description=__doc__)
     output = Path(settings.picture) if settings.picture else None

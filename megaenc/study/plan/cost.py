@@ -23,8 +23,8 @@ class StageChain(NamedTuple):
     """Chain of stages, each of which waits for the one before.
 
     `stages` are ids. `hours` pass from the study's start to the end of the chain, with all runs of
-    a fine-tuning grid in parallel; None if the throughput of pretraining is unknown. Unknown
-    durations of other stages count as 0.
+    a fine-tuning grid in parallel; unknown durations of stages other than pretraining count as 0.
+    If the throughput of pretraining is unknown, `hours` is None and `stages` is empty.
     """
 
     hours: float | None

@@ -59,7 +59,11 @@ class StageGraph:
 
     @property
     def stages(self) -> dict[str, StageRunner]:
-        """Return all stages by id (`pretrain/NAME`), each after those that it needs."""
+        """Return all stages by id, each after those that it needs.
+
+        An id is `KIND/NAME`, such as `pretrain/610m-mlm40-42k`, for a grid `finetune/NAME@SET`, or
+        `corpus`.
+        """
         stages: list[StageRunner] = [self.corpus] if self.corpus else []
         for stages_by_name in (self.runs, self.exports, self.grids, self.embeds):
             stages += stages_by_name.values()
@@ -83,8 +87,8 @@ def build_graph(
             checkpoints that exist. None: read no directory, as for a plan.
         processes: Processes per pretraining run; 0: the manifest's devices.
         grid_jobs: Fine-tuning runs in parallel per grid; 0: as many as the machine has room for.
-        data_flags: data_path and tokenizer of pretraining, replacing the manifest's; unused if the
-            study builds its corpus.
+        data_flags: data_path and tokenizer of pretraining by field name, replacing the manifest's;
+            unused if the study builds its corpus.
     """
     starts = _plan_starts(manifest.models, study)
     study = study or Path()

@@ -89,8 +89,8 @@ class StudyRunConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Execute, submit (--slurm) or list (--dry-run) the remaining stages of a study.
 
-    Raises:
-        SystemExit: A stage has failed; the exit code is 1.
+    Finished stages are kept. A failed stage exits with 1, wrong input with 2. With --slurm, the
+    stages need not have ended at the return.
     """
     silence_libraries()
     settings = flags.parse(StudyRunConfig, argv, prog="megaenc study run", description=__doc__)
@@ -260,6 +260,7 @@ def print_summary(
         study: Study directory.
         failed: Reasons of failures by stage id, as of `execute_stages`.
         seconds: Duration of this execution.
+        settings: Flags, of which the report command has the manifest.
 
     Raises:
         SystemExit: A stage is not done; the exit code is 1.
@@ -293,7 +294,7 @@ def resolve_study_dir(output: str, command: str) -> Path:
         command: Subcommand of `megaenc study` whose --help an error names.
 
     Raises:
-        InputError: `output` is empty, is a file, or is in one.
+        InputError: `output` is empty, is a file, is in one, or is too long a path.
     """
     if not output:
         raise InputError(
@@ -314,7 +315,8 @@ def resolve_study_dir(output: str, command: str) -> Path:
 def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> list[StageRunner]:
     """Return the stages whose id or name matches any of `only`, and their needs.
 
-    All stages are returned if `only` is empty. The order is that of `stages`.
+    Needs are direct and indirect. All stages are returned if `only` is empty. The order is that of
+    `stages`.
 
     Args:
         stages: Stages by id, each after those that it needs.
@@ -342,10 +344,10 @@ def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> lis
 
 
 def device_slots(jobs: int) -> list[str]:
-    """Return the visible GPU of each of `jobs` parallel processes.
+    """Return the GPU for each of `jobs` parallel processes, one text per process.
 
-    GPUs are as in CUDA_VISIBLE_DEVICES, and used in turn if there are more processes; "" without
-    GPUs.
+    GPUs are as in CUDA_VISIBLE_DEVICES, and used in turn if there are more processes. Each text is
+    "" if there is no GPU.
 
     Args:
         jobs: Number of processes; 0: one per GPU, or without GPUs one per core.

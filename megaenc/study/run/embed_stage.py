@@ -50,7 +50,10 @@ class EmbedData:
 
     @cached_property
     def directories(self) -> dict[str, Path]:
-        """Return the BEIR directory of each retrieval set by name."""
+        """Return the directory in BEIR's layout of each retrieval set by name.
+
+        It need not exist.
+        """
         paths = {
             name: parse_dataset_name(text)[1]
             for name, text in zip(self.entry.names, self.entry.datasets, strict=True)
@@ -67,9 +70,9 @@ class EmbedData:
 
     @property
     def demo(self) -> Path | None:
-        """Return the directory of demo_ir; None if the manifest does not name it.
+        """Return the directory of demo_ir, which the study builds.
 
-        The study builds this set.
+        It is None if the manifest names demo_ir neither as retrieval set nor as pairs.
         """
         return (
             Path(self.demo_folder, DEMO_SET)
@@ -79,9 +82,10 @@ class EmbedData:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Return the fingerprint of each retrieval set that can be read, by name.
+        """Return the fingerprint of the test data of each retrieval set, by name.
 
-        The sets are read once. Those that do not exist yet are left out.
+        The sets are read once. Those that cannot be read, such as ones that do not exist yet, are
+        left out.
         """
         fingerprints = {}
         for name, directory in self.directories.items():
@@ -129,7 +133,7 @@ class EmbedStage(StageRunner):
     def planned_seconds(self) -> float | None:
         """Return the planned seconds of all contrastive trainings; None if unknown.
 
-        Without trainings, they are those of `StageRunner`.
+        Their evaluations are included. Without trainings, it is the 30 s of `StageRunner`.
         """
         if not self.run_count:
             return StageRunner.planned_seconds
@@ -169,9 +173,10 @@ class EmbedStage(StageRunner):
         return {name: value for name, value in pairs.items() if value is not None}
 
     def remaining_commands(self) -> list[list[str]]:
-        """Return the command lines, in order, whose output does not exist.
+        """Return the command lines whose output is missing or incomplete, in order.
 
-        They build the demo set, train, and evaluate.
+        They build the demo set, train, and evaluate. An evaluation that lacks scores, such as those
+        of a retrieval set that is new in the manifest, is repeated.
         """
         commands = []
         demo = self.data.demo
@@ -241,7 +246,8 @@ class EmbedStage(StageRunner):
     def check(self) -> None:
         """Raise StaleArtifactError if an evaluation or a training is out of date.
 
-        It is if it was made from another model, other data or other settings. Missing ones pass.
+        It is if it was made from another model, other data or other settings. Missing ones pass,
+        and so does what was not recorded.
         """
         evaluations = {
             name: read_evaluation(self._file(name))

@@ -54,9 +54,10 @@ class EtaEstimator:
         return None if total is None else total * (1 - self._fractions[stage.id])
 
     def remaining_seconds(self, slots: int) -> float | None:
-        """Return the seconds until all stages are done; None if unknown.
+        """Return the seconds until all stages are done; None if they are unknown.
 
-        They are at least those of the longest chain, and 0 if all stages are done.
+        They are at least those of the longest chain, None if the seconds of an unfinished stage are
+        unknown, and 0 if all stages are done.
 
         Args:
             slots: Number of processes at a time, at least 1.
@@ -78,8 +79,8 @@ class EtaEstimator:
     def longest_chains(self) -> dict[str, float]:
         """Return the seconds left of each stage's longest chain of stages, by id.
 
-        A chain begins with the stage and continues with stages that need it. Unknown seconds count
-        0.
+        A chain begins with the stage and continues with stages that need it, directly or not.
+        Unknown seconds count 0.
         """
         chains: dict[str, float] = {}
         later: dict[str, float] = defaultdict(float)

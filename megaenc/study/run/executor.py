@@ -42,26 +42,27 @@ class _RunningStage:
 
 
 def format_progress(done: float, total: float, unit: str) -> str:
-    """Return `DONE of TOTAL UNIT` in whole numbers, such as `120 of 300 steps`."""
+    """Return `DONE of TOTAL UNIT`, such as `120 of 3,000 steps`.
+
+    Numbers are rounded to whole ones.
+    """
     return f"{done:,.0f} of {total:,.0f} {unit}"
 
 
 def execute_stages(
     stages: Sequence[StageRunner], study: Path, slots: Sequence[str], *, max_attempts: int = 2
 ) -> dict[str, str]:
-    """Run stages in parallel, each after its needs, and return errors by stage id.
+    """Run stages in parallel, each after its needs; return reasons of failures by id.
 
-    A stage that waits for a failed one is not run, and has no error. The stage with the longest
+    A stage that waits for a failed one is not run, and has no reason. The stage with the longest
     remaining chain starts first. No child process outlives this call. Logs and study.json are
-    written, and progress is shown.
+    written, and progress is shown. Fewer slots than a stage has processes are an InputError.
 
     Args:
         stages: Each after those that it needs. Needs outside them count as done.
-        slots: For each process that can run at a time, the GPU that it sees, or "".
-        max_attempts: Attempts of a stage that crashes.
-
-    Raises:
-        InputError: There are fewer slots than a stage has processes.
+        slots: For each process that can run at a time, the GPU that it sees, or "" for all that
+            this process sees. At least one item.
+        max_attempts: Attempts of a stage that crashes; wrong input and stops are not retried.
     """
     widest = max((stage.processes for stage in stages), default=1)
     if len(_pick_slots(slots, widest)) < widest:
@@ -135,10 +136,10 @@ class _Executor:
         ]
 
     def start_ready_stages(self) -> None:
-        """Start ready stages while slots are free.
+        """Start ready stages in order, up to the first for which too few slots are free.
 
-        Locked stages are skipped. Stages whose output turns out complete or stale are recorded as
-        done or failed.
+        A stage that another process has locked is skipped. Stages whose output turns out complete
+        or stale are recorded as done or failed.
         """
         for stage in self.ready_stages():
             slots = _pick_slots(self.free_slots, stage.processes)
@@ -311,7 +312,8 @@ def stage_environment(slots: Sequence[str], slot_count: int) -> dict[str, str]:
     OMP_NUM_THREADS is 1 / `slot_count` of the cores, at least 1.
 
     Args:
-        slots: GPUs that the process sees, at least one item; "" to select none.
+        slots: GPUs that the process sees, at least one item; if the first is "", the process sees
+            those that os.environ lets it see.
         slot_count: Number of processes on this machine.
     """
     devices = {select_visible_devices(0)[0]: ",".join(dict.fromkeys(slots))} if slots[0] else {}

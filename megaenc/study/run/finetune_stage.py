@@ -28,8 +28,8 @@ from megaenc.study.run.stage import StageRunner, StaleArtifactError, format_flag
 def choose_study_texts(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the study's format of texts for the flags that `flags` leaves open.
 
-    They are add_bos False and add_eos True, unless `flags` has special_tokens, and the study's
-    pair_template. Both dictionaries are flags of `megaenc finetune grid` by field name.
+    They are the study's pair_template, and unless `flags` has special_tokens, add_bos False and
+    add_eos True. `flags` and the result are flags of `megaenc finetune grid` by field name.
     """
     texts = {"pair_template": STUDY_PAIRS}
     if "special_tokens" not in flags:
@@ -41,7 +41,7 @@ def choose_study_texts(flags: Mapping[str, Any]) -> dict[str, Any]:
 class LabelledData:
     """Labelled data sets of a study's grid, and the flags that locate them.
 
-    `datasets` are as in the manifest: each is a name, PATH or NAME=PATH.
+    `datasets` are those of the manifest with paths resolved: each is a name, PATH or NAME=PATH.
     """
 
     datasets: tuple[str, ...]
@@ -49,10 +49,10 @@ class LabelledData:
 
     @cached_property
     def fingerprints(self) -> dict[str, dict[str, str]]:
-        """Return the fingerprints of each readable data set by name; cached.
+        """Return two fingerprints of each data set by its name in results; cached.
 
-        Returns:
-            By name, {"dataset": fingerprint of the set, "train_on": that of its training set}.
+        They are {"dataset": that of the set, "train_on": that of its training set}. Data sets that
+        cannot be read and demo sets that do not exist yet are left out.
         """
         fingerprints = {}
         for text in self.datasets:
@@ -155,7 +155,10 @@ class FinetuneStage(StageRunner):
         return len(self._result_files()), self.result_count
 
     def describe_failed_runs(self) -> str:
-        """Return a sentence on the number of failed.json; empty if there are none."""
+        """Return a sentence on runs without a score; "" if there are none.
+
+        It has no full stop. These are the runs with a failed.json, whose loss was NaN.
+        """
         count = sum(file.name == result_files.FAILED for file in self._result_files())
         return f"{count} runs have no score: their learning rate made the loss NaN" if count else ""
 
@@ -185,7 +188,7 @@ class FinetuneStage(StageRunner):
         """Raise StaleArtifactError if an existing result is out of date.
 
         It is if it was made by another protocol, model, tokenizer or data set. Missing results
-        pass.
+        pass; what does not exist now, such as the export, is not compared.
         """
         files = self._result_files()
         model_fingerprints = {}
@@ -209,14 +212,17 @@ class FinetuneStage(StageRunner):
 
 @functools.lru_cache(maxsize=10_000)
 def fingerprint_model(directory: str, results: str, stamp: str) -> dict[str, str]:
-    """Return the fingerprints of a model and its tokenizer, under these two names.
+    """Return {"model": fingerprint of a model, "tokenizer": that of its tokenizer}.
 
     Further calls in this process with the same arguments read no file.
 
     Args:
         directory: Directory of the model.
-        results: Directory of results, as for `compute_model_fingerprints`.
+        results: Directory of results; its .fingerprints.json is used, but not written.
         stamp: Text of `compute_model_stamp`, which differs if the model's files have changed.
+
+    Raises:
+        InputError: A file cannot be read.
     """
     [weights] = compute_model_fingerprints([directory], results)
     return {"model": weights, "tokenizer": compute_tokenizer_fingerprint(directory)}

@@ -42,12 +42,12 @@ _TAIL_BYTES = 8192  # bytes at the end of metrics.jsonl that contain the last ro
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainStage(StageRunner):
-    """Stage of `megaenc pretrain` that ends as `model`.
+    """Stage of `megaenc pretrain` that trains the last steps of `model` or all.
 
-    It trains all steps of the model, or those after `branch_step` of its `parent`. `start` is "new"
-    (weights), "branch" (of the parent) or "weights" (those of the parent's end). `checkpoint_steps`
-    are steps before the last whose checkpoints are kept for branches and exports; `cost` is that of
-    its own steps.
+    It trains the steps after `branch_step` of `parent` if `start` is "branch", else all of the
+    model's run, from "new" weights or those of the parent's end ("weights"). `checkpoint_steps` are
+    steps before the last whose checkpoints are kept for branches and exports; `cost` is that of its
+    own steps.
     """
 
     model: PlannedModel
@@ -172,7 +172,8 @@ class PretrainStage(StageRunner):
     def check(self) -> None:
         """Raise StaleArtifactError if the run had other flags, parent or data.
 
-        They are compared with its run.json; a run without one passes.
+        They are compared with its run.json; a run without one passes. A broken run.json is another
+        InputError.
         """
         run_file = self.directory / RUN_FILE
         if not run_file.exists():

@@ -40,7 +40,8 @@ _PORT_COUNT = 20_000
 class StageTask:
     """Callable of a Slurm job that runs one stage on one or several machines.
 
-    submitit pickles it, calls it on each of the `machines`, and requeues it at a timeout.
+    submitit pickles it, calls it on each of the `machines`, and requeues it at a timeout. A failed
+    stage raises RuntimeError.
     """
 
     stage: StageRunner

@@ -90,9 +90,9 @@ class StageRunner:
         return self.study / self.subfolder / self.name
 
     def prepare(self) -> None:
-        """Write records to the output directory before the stage's first command.
+        """Write records to the output directory before the stage's commands.
 
-        The base class writes none.
+        It is called at every start of the stage with a command left. The base class writes none.
         """
 
     def remaining_commands(self) -> list[list[str]]:
@@ -121,7 +121,8 @@ class StageRunner:
     def check(self) -> None:
         """Raise StaleArtifactError if the existing output is out of date.
 
-        It is if it does not match the manifest or its inputs. The base class checks nothing.
+        It is if it does not match the manifest or its inputs; missing output passes. Records that
+        cannot be read are other InputErrors. The base class checks nothing.
         """
 
 
@@ -171,7 +172,8 @@ def megaenc_command(
 def format_flags(flags: Mapping[str, Any]) -> list[str]:
     """Return the command-line arguments for flags by field name.
 
-    `{"a_b": [1, 2], "bf16": False}` becomes `--a-b 1 2 --no-bf16`; None and () add none.
+    `{"a_b": [1, 2], "bf16": False}` becomes `--a-b 1 2 --no-bf16`; None, () and [] add none. A text
+    that begins with `-` becomes `--flag=TEXT`, one argument.
     """
     words: list[str] = []
     for name, value in flags.items():
@@ -190,7 +192,8 @@ def format_flags(flags: Mapping[str, Any]) -> list[str]:
 class StaleArtifactError(InputError):
     """InputError for a directory that does not match the manifest or its inputs.
 
-    The message has the directory, the reason, and `remove`, the text that names what to remove.
+    The message is `DIRECTORY: REASON; undo the change, remove REMOVE, or choose another --output`.
+    `reason` has no full stop; `remove` is a noun phrase.
     """
 
     def __init__(
@@ -282,8 +285,8 @@ def check_checkpoint_exists(run: Path, step: int, consumer: str) -> None:
 class CorpusStage(StageRunner):
     """Stage that trains the study's tokenizer and tokenizes its corpus.
 
-    The text is that of the files or directories `text`, or if that is empty, the demo corpus
-    (`demo`).
+    The corpus is the files or directories `text`, or the demo corpus if `demo` is True and `text`
+    is empty.
     """
 
     name: str = CORPUS
@@ -310,9 +313,10 @@ class CorpusStage(StageRunner):
 
     @property
     def commands(self) -> dict[Path, tuple[str, ...]]:
-        """Return the arguments of the stage's megaenc commands, in order of execution.
+        """Return the stage's commands by the path that each writes last, in order.
 
-        They are by the path that a command writes last.
+        Each is the arguments after `megaenc`, the subcommand first. A command whose path exists is
+        complete.
         """
         demo = self.directory / "corpus.jsonl"
         text = self.text or (demo,)
@@ -366,7 +370,8 @@ class CorpusStage(StageRunner):
     def check(self) -> None:
         """Raise StaleArtifactError if asked.json has another request than now.
 
-        It passes without the file. Sizes of text are compared only if both are known.
+        It passes without the file; a broken one is another InputError. Sizes of text are compared
+        only if both are known.
         """
         file = self.directory / CORPUS_REQUEST
         request = self._request()
@@ -389,9 +394,9 @@ class CorpusStage(StageRunner):
 
 
 def compute_size(path: Path) -> int | None:
-    """Return the bytes of a file or of all files in a directory; None if unreadable.
+    """Return the bytes of a file, or of all files below a directory.
 
-    A missing path is unreadable.
+    It is None if one is unreadable; a missing path is unreadable.
     """
     try:
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]

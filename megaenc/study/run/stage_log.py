@@ -40,7 +40,7 @@ class Attempt:
 
     Times are in seconds since 1970; `end_time` is None for an attempt that was killed or is
     running, and `outcome` then "". Other outcomes are such as `finished`, `stopped` or `exit code
-    1`. `message` is the last error in the output, otherwise its last line.
+    1`. `message` is the last error in the output, otherwise its last line; "" without output.
     """
 
     start_time: float
@@ -90,6 +90,9 @@ def log_start(log: Path, command: Sequence[str]) -> None:
     """Append `==> TIME $ COMMAND` to the file `log`, creating it and its directory.
 
     TIME is in UTC.
+
+    Args:
+        command: Program and arguments, without quotes.
 
     Raises:
         InputError: The log cannot be written.
