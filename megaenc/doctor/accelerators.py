@@ -45,8 +45,9 @@ def find_program(program: str) -> str:
 def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
     """Run `command` for at most `seconds`; return (stdout and stderr, error text).
 
-    The error text is "" after exit code 0, else `exit code N: LAST LINE`. At the time limit the
-    program is killed, the output is "" and the error text `no answer in N s`.
+    Both streams are one text. The error text is "" after exit code 0, else `exit code N: LAST
+    LINE`. At the time limit the program is killed, the output is "" and the error text `no answer
+    in N s`.
 
     Raises:
         OSError: The program cannot be started.
@@ -74,7 +75,7 @@ def check_driver(context: CheckContext) -> list[Finding]:
 
     Problems are a program that fails, no device in nvidia-smi, and uncorrected memory errors. Notes
     are no device in rocm-smi, over 1 GiB of a device's memory in use, and device files without
-    either program. A machine with neither has one ok finding. A program gets 0.4 x
+    either program. Without program and device files there is one ok finding. A program gets 0.4 x
     `context.timeout` seconds.
     """
     seconds = 0.4 * context.timeout  # the other ranks wait for this one

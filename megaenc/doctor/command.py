@@ -70,7 +70,8 @@ class DoctorConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc doctor`: print the findings; exit with 1 if one is a problem.
 
-    Under torchrun every rank calls it; rank 0 prints, and writes --json.
+    Under torchrun every rank calls it; rank 0 prints, writes --json and exits with 1, others
+    return. Wrong flags exit with 2.
 
     Args:
         argv: The flags; None: those of this process.

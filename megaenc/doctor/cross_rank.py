@@ -54,8 +54,8 @@ def join_ranks(context: CheckContext) -> list[Finding]:
 def join_group(seconds: float) -> None:
     """Join the gloo group of all ranks once; it is torch's default process group.
 
-    All ranks call it together; further calls with the same `seconds` do nothing. Without a launcher
-    the group has a single process.
+    All ranks call it together; further calls with the same `seconds` do nothing, calls with others
+    fail. Without a launcher the group has a single process.
 
     Args:
         seconds: Time limit of joining and of the group's collectives.

@@ -86,7 +86,7 @@ def check_temp_space(context: CheckContext) -> list[Finding]:
 def file_system_type(place: Path, root: Path = Path("/")) -> str:
     """Return the file system type of the path `place` by /proc/mounts, such as "ext4".
 
-    It is "an unknown file system" if no mount contains the path.
+    It is "an unknown file system" if no mount contains the path or /proc/mounts is unreadable.
 
     Args:
         place: Real absolute path, as of `nearest_existing_dir`.

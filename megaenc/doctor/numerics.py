@@ -142,14 +142,16 @@ def prepare_attention(context: CheckContext) -> list[Finding]:
 
 
 def check_attention_backend(context: CheckContext, name: str) -> list[Finding]:
-    """Compare an attention backend with the reference in all masks and dtypes.
+    """Compare an attention backend with the reference in all masks, in bfloat16.
+
+    sdpa is compared in float32 too.
 
     Args:
         name: One of `ATTENTION_BACKENDS`.
 
     Returns:
         One finding: a problem if a result is wrong, a note if `name` is flash and a Hopper device
-        lacks flash-attn 4, else ok, also if the backend cannot be used.
+            lacks flash-attn 4, else ok, also if the backend cannot be used.
     """
     device = _init_backend().device
     from megaenc.model.attention.backends import flash_attn_versions, is_hopper

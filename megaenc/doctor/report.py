@@ -162,12 +162,14 @@ def _wrap(words: str, first: str, rest: str) -> list[str]:
 def format_json(
     rank_findings: Sequence[RankFindings], findings: Sequence[Finding], metadata: dict[str, Any]
 ) -> str:
-    """Return findings as JSON: merged, and as each rank has them.
+    """Return findings as JSON text: merged, and as each rank has them.
+
+    The keys are `worst`, the worst level, `findings` and `ranks`, after those of `metadata`.
 
     Args:
         rank_findings: Findings of each rank.
         findings: The same, merged by `merge_findings`.
-        metadata: Further keys of the top level, next to the worst level.
+        metadata: Further keys of the top level.
     """
 
     def rows(findings: Sequence[Finding]) -> list[dict[str, str]]:

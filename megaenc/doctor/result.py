@@ -40,7 +40,7 @@ def ok(name: str, result: str, mismatch_level: Level = "ok") -> Finding:
     """Return a Finding of level "ok", without advice.
 
     Args:
-        mismatch_level: Level to report if another rank's result differs.
+        mismatch_level: Level to report if another rank's ok result differs; "ok": not reported.
     """
     return Finding(name, result, mismatch_level=mismatch_level)
 
@@ -49,7 +49,7 @@ def note(name: str, result: str, advice: str, mismatch_level: Level = "ok") -> F
     """Return a Finding of level "note", or of level "ok" if `advice` is empty.
 
     Args:
-        mismatch_level: Level to report if another rank's result differs.
+        mismatch_level: Lowest level to report if another rank's result differs.
     """
     return Finding(name, result, "note" if advice else "ok", advice, mismatch_level)
 
@@ -58,13 +58,13 @@ def problem(name: str, result: str, advice: str, mismatch_level: Level = "ok") -
     """Return a Finding of level "problem", which stops or spoils a run.
 
     Args:
-        mismatch_level: Level to report if another rank's result differs.
+        mismatch_level: Lowest level to report if another rank's result differs.
     """
     return Finding(name, result, "problem", advice, mismatch_level)
 
 
 def multi_node_problem(name: str, result: str, advice: str) -> Finding:
-    """Return a problem in a job on several nodes, a note in a job on one node."""
+    """Return a problem in a job on several nodes, else a note (ok without `advice`)."""
     return (problem if is_multi_node() else note)(name, result, advice)
 
 

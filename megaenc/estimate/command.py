@@ -62,7 +62,7 @@ _CORPUS_SUFFIXES = (".bin", ".idx", ".json")
 class EstimateConfig:
     """Flags of `megaenc estimate`, which include those of `megaenc pretrain`.
 
-    The type of the devices is `--gpu`, with the flags of the output.
+    The type of the devices is the flag --gpu, `pretrain.output.gpu`.
     """
 
     gpus: PositiveInt = 1
@@ -89,7 +89,8 @@ class EstimateConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the estimate of a run and a suggested layout, and write them to --output.
 
-    A run with several `phases` is printed phase by phase, with a sum.
+    A run with several `phases` is printed phase by phase, with a sum. An existing file is replaced.
+    Wrong input exits with 2.
 
     Args:
         argv: The flags; None: those of this process.
@@ -160,7 +161,8 @@ def _split_phases(config: EstimateConfig) -> list[EstimateConfig]:
 def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
     """Return the checked config of the command line.
 
-    Flags take precedence over the `--config` file, and this over the preset of `--model`. --help
+    Flags take precedence over the `--config` file, and this over the preset of `--model`. The
+    study's models (210m, 610m, 1b) have its recipe as defaults unless --config is given. --help
     prints and exits.
 
     Args:
@@ -230,9 +232,10 @@ def build_report(config: EstimateConfig) -> EstimateReport:
 
 
 def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
-    """Return (vocabulary size without padding, text with its source).
+    """Return (vocabulary size without padding, text such as `vocabulary of 8,192`).
 
-    The source is --vocab-size, else the corpus, else the default of --model.
+    The size is --vocab-size, else the corpus's, else the default of --model. The text has the
+    source, unless it is --vocab-size.
     """
     pretrain = config.pretrain
     if pretrain.shape.vocab_size:

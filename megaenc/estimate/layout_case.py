@@ -51,7 +51,8 @@ class LayoutCase:
     def from_config(cls, config: PretrainConfig, vocab_size: int, gpus: int) -> "LayoutCase":
         """Return the case of a pretraining config on a number of devices.
 
-        It is not checked that the layout fits `gpus`.
+        It is checked neither that the layout fits `gpus` nor that micro_batch_size is a number, not
+        "auto".
 
         Args:
             vocab_size: Vocabulary without padding, which the case adds.
@@ -113,7 +114,8 @@ class LayoutCase:
     def packs_at_once(self) -> int:
         """Return the packs of a replica's largest micro-batch.
 
-        They are at most `micro_batch_size`, and fewer if a rank has too few packs.
+        A rank divides its packs evenly over its `micro_batches`, each of at most
+        `micro_batch_size`: 9 packs with a size of 8 become 5 and 4.
         """
         return math.ceil(self.largest_share / self.micro_batches)
 
@@ -134,7 +136,8 @@ class LayoutCase:
     def hidden_bytes(self) -> int:
         """Return the bytes of a micro-batch's hidden states after one layer.
 
-        As in `micro_batch_tokens`, tensor-parallel ranks do not divide them.
+        The micro-batch is the largest. As in `micro_batch_tokens`, tensor-parallel ranks do not
+        divide them.
         """
         return self.micro_batch_tokens * self.shape.hidden_size * self.value_bytes
 

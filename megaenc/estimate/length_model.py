@@ -65,16 +65,16 @@ def build_length_model(
 ) -> LengthModel:
     """Return the LengthModel of given document lengths, or else of corpora.
 
-    Without either, a pack is one document. Random-length packing has two chunks per pack for any
-    documents.
+    If there are no corpora, a pack is one document. Random-length packing has two chunks per pack
+    for any documents.
 
     Args:
-        data: Packing, sequence length and corpora, which are read if they exist.
+        data: Packing, sequence length and corpora, which are read if all of them exist.
         document_tokens: Lengths of documents, equally likely; () to read the corpora.
         window: Largest distance in the model's local layers; None without any.
 
     Raises:
-        InputError: A corpus is invalid.
+        InputError: A corpus is invalid, or a random-length pack too short for two chunks.
     """
     if data.packing == "random-length":
         check_two_chunks_fit(data.seq_length)
@@ -117,7 +117,7 @@ def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
     """Return the mean number of ordered token pairs in a random-length pack.
 
     Pairs are in one chunk, at most `window` apart. The mean is over all cuts of `seq_length` tokens
-    in two chunks; it is 0 if `window` is None.
+    in two chunks, which must fit (not checked); it is 0 if `window` is None.
     """
     lengths = range(SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK + 1)
     return (
@@ -130,7 +130,10 @@ def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
 def read_vocab_size(data: DataConfig) -> int | None:
     """Return the largest vocabulary size in the metadata of --data-path's corpora.
 
-    It is None if no corpus is on this disk.
+    It is None if no corpus with metadata is on this disk.
+
+    Raises:
+        InputError: Metadata are invalid.
     """
     prefixes = [prefix for source in _find_local_corpora(data) for prefix in source.prefixes]
     sizes = [

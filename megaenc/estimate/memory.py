@@ -43,7 +43,10 @@ def compute_max_memory(case: LayoutCase, works: list[ObjectiveWork]) -> RankMemo
 
 
 def compute_stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage) -> RankMemory:
-    """Return the peak memory of a rank of `stage` under one objective."""
+    """Return the peak memory of a rank of `stage` under one objective.
+
+    It is that of training with AdamW on an accelerator.
+    """
     weights = stage.parameters
     in_flight = micro_batches_in_flight(case, stage)
     shared = case.data_parallel_size if case.layout.use_distributed_optimizer else 1
@@ -121,8 +124,8 @@ def micro_batches_in_flight(case: LayoutCase, stage: PipelineStage) -> float:
 def layer_activation_bytes(case: LayoutCase, is_cpu: bool) -> dict[str, float]:
     """Return the bytes that a layer saves for backward per micro-batch, by part.
 
-    The parts are norms, projections, attention and mlp; the bytes are those of one rank without
-    recomputation.
+    The keys are norms, projections, attention and mlp. The bytes are those of one rank without
+    recomputation, for the largest micro-batch.
 
     Args:
         is_cpu: Whether the device is a CPU, where attention by sdpa saves its output twice.

@@ -130,7 +130,8 @@ def compute_step_seconds(case: LayoutCase, flops: float, speed: float) -> float:
     """Return the seconds of a step, without communication.
 
     Ranks with the most packs are waited for, and the pipeline's idle time is included. Full
-    recomputation repeats the forward pass, a third of the work.
+    recomputation repeats the forward pass, a third of the work; selective recomputation is not
+    counted.
 
     Args:
         flops: FLOPs of the global batch, forward and backward, without recomputation.
@@ -147,6 +148,7 @@ def estimate_layout(
     """Return memory and time of a run in the layout `case`.
 
     Args:
+        workload: Computation of the run, with at least one phase.
         utilization: Fraction of the devices' peak FLOP/s that a step reaches.
     """
     memory = compute_max_memory(case, workload.works)
@@ -190,8 +192,9 @@ def find_simplest_layout(case: LayoutCase, workload: Workload, device: Device) -
     """Return `case` in the simplest layout that fits, None if none does.
 
     It has the fewest ranks of a replica, then the least recomputation, then the largest
-    micro-batch. Global batch size, model and number of devices stay. Layouts with virtual stages
-    are not tried, nor tensor parallelism across nodes.
+    micro-batch; layout and micro-batch of `case` are not regarded. Global batch size, model and
+    number of devices stay. Layouts with virtual stages are not tried, nor tensor parallelism across
+    nodes.
     """
     for layouts in _list_candidates(case, device):
         for recompute in _RECOMPUTE:
@@ -236,8 +239,8 @@ def _list_candidates(case: LayoutCase, device: Device) -> Iterator[list[LayoutCa
 def format_layout_flags(case: LayoutCase) -> list[str]:
     """Return the flags of `megaenc pretrain` for a layout, as words for a shell.
 
-    These are --micro-batch-size, and layout flags that are not the default. Words with special
-    characters are quoted.
+    These are --micro-batch-size, and those of `find_simplest_layout` that are not the default;
+    others, such as those of virtual stages, are left out. Words with special characters are quoted.
     """
     words = ["--micro-batch-size", str(case.micro_batch_size)]
     for name in _LAYOUT_FIELDS:

@@ -41,15 +41,20 @@ class ObjectiveWork:
     """classes of an objective with logits of its own; 0 if it predicts tokens"""
 
     def body_flops(self, shape: ModelConfig) -> float:
-        """Return the FLOPs of the linear layers in a pack, forward and backward.
+        """Return the FLOPs of the layers' matrices in a pack, forward and backward.
 
-        All positions are computed in all layers; `unneeded_flops` is not subtracted.
+        Attention products, output layer and prediction head are not counted (see `attention_flops`
+        and `head_flops`), nor is recomputation. All positions are computed in all layers;
+        `unneeded_flops` is not subtracted.
         """
         return float(shape.layer_flops_per_token() * self.tokens)
 
     @property
     def unneeded_tokens(self) -> float:
-        """Return the tokens of a pack that the last layer leaves out after its attention."""
+        """Return the tokens of a pack that the last layer leaves out after its attention.
+
+        It is 0 unless `selects_rows`, or if nothing is predicted.
+        """
         return self.tokens - self.predicted if self.selects_rows and self.predicted else 0.0
 
     def unneeded_flops(self, shape: ModelConfig) -> float:
@@ -82,7 +87,7 @@ class ObjectiveWork:
     def flops(self, shape: ModelConfig, vocab_size: int) -> float:
         """Return all FLOPs of a pack, forward and backward.
 
-        Recomputation and padding of the vocabulary do not count.
+        Recomputation, padding of the vocabulary and `unneeded_flops` do not count.
 
         Args:
             vocab_size: As in `head_flops`.
@@ -95,9 +100,10 @@ class ObjectiveWork:
 class PhaseWork:
     """Work of one phase of the schedule, from step `first` to step `last`, inclusive.
 
-    Steps are counted from 1; `text` is the phase in the schedule. `parts` has the mean number of
-    steps of each objective, which add up to the steps of the phase. `batches` has (global batch
-    size, steps with it). Each step reads its packs `passes` times, with an objective for each pass.
+    Steps are counted from 1; `text` is the phase in the schedule. `parts` has (work of an
+    objective, mean number of its steps), which add up to the steps of the phase. `batches` has
+    (global batch size, steps with it). Each step reads its packs `passes` times, with an objective
+    for each pass.
     """
 
     text: str
@@ -128,7 +134,7 @@ def build_schedule(config: PretrainConfig, vocab_size: int) -> Schedule:
 def build_phases(config: PretrainConfig, vocab_size: int, docs: LengthModel) -> list[PhaseWork]:
     """Return a PhaseWork for each phase of a run's schedule, in order.
 
-    Of a branch, steps up to --branch-at are left out.
+    Of a branch, steps up to --branch-at are left out, and phases that have no others.
 
     Args:
         vocab_size: Vocabulary without padding.

@@ -154,7 +154,8 @@ def format_headline(table: Sequence[StatusRow], remaining_seconds: float | None)
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a table of the states of a study's stages.
 
-    On a terminal, refresh it until all stages are done.
+    On a terminal, refresh it until all stages are done, so that a failed stage needs Ctrl-C. Failed
+    stages do not change the exit code; wrong input exits with 2.
     """
     silence_libraries()
     settings = flags.parse(StatusConfig, argv, prog="megaenc study status", description=__doc__)
