@@ -49,9 +49,9 @@ class Check:
 
     `function`, "module:name", is called with a `CheckContext` and `arguments`, and returns a list
     of `Finding`. `scope` tells who calls it: each rank, one rank of each node, or all ranks
-    together. The check fails if the function hangs, raises an exception or ends its process; then
-    the checks that have its `name` in `requires` are left out, after one of all ranks those with
-    "meeting".
+    together. The check fails if the function hangs, raises an exception or ends its process. Then
+    the checks that require it by `name` are left out; if all ranks ran it together, those that
+    require "meeting".
     """
 
     subject: Subject

@@ -19,7 +19,8 @@ _MAX_TAIL_BYTES = 4096  # bytes searched for the last line of output
 class CheckRunner:
     """Context manager that calls functions in a child process.
 
-    The child is started when it is needed and killed at the end.
+    The child is started when it is needed and killed at the end. Its environment is that of the
+    command before megaenc changed it, the constructor's argument.
     """
 
     def __init__(self, environment: Mapping[str, str]):

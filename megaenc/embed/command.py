@@ -67,9 +67,9 @@ class EmbedEvalConfig:
 
 @handle_command_errors
 def eval_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed eval`: score models on data sets, print and write the table.
+    """Run `megaenc embed eval`: score models on data sets and print the tables.
 
-    Wrong input exits with 2.
+    With --output, the results are written to a file too. Wrong input exits with 2.
 
     Args:
         argv: The flags; None: those of this process.

@@ -23,9 +23,11 @@ TRAINING_LOG = "training.jsonl"
 
 @dataclass(frozen=True)
 class EmbeddingFlags:
-    """Flags for embedding texts: prefixes, length, attention, precision, batch size.
+    """Flags for embedding texts with a model, of `embed eval` and `embed mine`.
 
-    None as a prefix, 0 and empty texts stand for the model's own values (see `override_config`).
+    None as a prefix stands for the model's own, "" for no prefix. 0 as `max_length` and empty texts
+    stand for the model's own values too (see `override_config`). An empty `precision` is bf16 if
+    the device supports it, else fp32; 0 as `truncate_dim` is the full size.
     """
 
     query_prefix: str | None = None
@@ -61,8 +63,10 @@ RULES = tuple(field.name for field in fields(EmbeddingFlags) if field.name != "b
 class ContrastiveConfig:
     """Hyperparameters of contrastive training: batch, steps, AdamW, loss, text length.
 
-    Each field is a flag. None as a prefix, 0 as `max_length` and empty texts stand for values of
-    the model or machine.
+    Each field is a flag. None as a prefix stands for the model's own, "" for no prefix; 0 as
+    `max_length` and empty texts stand for the model's own values, and an empty `precision` is bf16
+    if the device supports it, else fp32. 0 as `max_steps`, `clip_grad` or `negatives` disables
+    them.
     """
 
     batch_size: Annotated[int, Bounds(low=2)] = 256

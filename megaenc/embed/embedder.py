@@ -84,7 +84,7 @@ class EmbeddingConfig:
 def fetch_model(name_or_directory: str) -> str:
     """Return the path of a model's directory, downloaded from the Hub for ORG/NAME.
 
-    An existing path is not a name of the Hub.
+    If it or ORG is an existing directory, it is a path, not a name of the Hub.
 
     Raises:
         InputError: There is neither such a directory nor such a model, or the directory holds no
@@ -114,7 +114,8 @@ def read_embedding_config(directory: str) -> EmbeddingConfig:
     model's weights are not read.
 
     Raises:
-        InputError: transformers does not know config.json, or a module or pooling is not supported.
+        InputError: transformers does not know config.json, a module or pooling is not supported, or
+            a file is malformed.
     """
     path = Path(directory)
     # Unreadable models are refused before any text is embedded
@@ -194,7 +195,7 @@ def build_embedder(
         given: Flags for precision and batch size; its length and size are only checked.
 
     Raises:
-        InputError: A length or size is beyond the model's.
+        InputError: A length or size is beyond the model's, or the model cannot be loaded.
     """
     backend = detect_backend()
     dtype = (
@@ -295,16 +296,15 @@ class Embedder:
     """Model that embeds texts: tokenizer, backbone with packed attention, and pooling.
 
     `tokenize`, then `embed`. `max_length` is the maximum number of tokens of a text in effect,
-    special tokens included.
+    special tokens included. InputError if the model cannot be loaded, or this leaves no room for
+    text.
 
     Args:
         directory: Directory of a Hugging Face or sentence-transformers model.
+        config: Rules, as of `read_embedding_config`.
         dtype: Dtype of the weights.
         batch_size: Texts of a forward pass of `embed`.
         check: Called with the float32 backbone and short random texts, as in `load_backbone`.
-
-    Raises:
-        InputError: The model cannot be loaded, or the maximum length leaves no room for text.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class Embedder:
         """Return the token ids of each text, int32[tokens], at most `max_length` each.
 
         Longer texts are cut. The special tokens of the config are included and count. Prefixes of
-        queries and documents are not added.
+        queries and documents are not added. With `config.lower_case`, texts are lowercased.
 
         Args:
             progress: Called with the number of texts tokenized so far.

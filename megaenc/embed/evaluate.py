@@ -205,13 +205,10 @@ def rank_by_bm25(
     They are at most RANKING_DEPTH + 1 indices of documents, int64; equal scores rank by index. A
     document without a word of the query is not retrieved. Formula and words are those of Lucene's
     English analyzer as bm25s has them: lower case, two letters or more, without 33 stop words, cut
-    by Porter's stemmer.
+    by Porter's stemmer. The first item raises InputError if the package bm25s is not installed.
 
     Args:
         progress: Called with the number of queries ranked so far.
-
-    Raises:
-        InputError: The package bm25s is not installed.
     """
     from nltk.stem.porter import PorterStemmer
 

@@ -21,10 +21,10 @@ Place = tuple[str, str, str]
 class EvaluationRow:
     """Row of a zero-shot evaluation: a model's measure on a data set, in percent.
 
-    `low` and `high` are the 95 % interval of `mean`, both None for a random ranking or probe and
-    for a single query. In retrieval (BEIR directories) `queries` and `documents` are counts and
-    `scores` has each query's measure as a fraction; else they are None and empty, and `examples`
-    counts.
+    `low` and `high` are the 95 % interval of `mean`, both None without one, as for a random ranking
+    or probe, a single query, or a task of several languages. In retrieval (BEIR directories)
+    `queries` and `documents` are counts and `scores` has each query's measure as a fraction; else
+    they are None, None and (), and `examples` is the number of test examples, None if unknown.
     """
 
     dataset: str
@@ -53,8 +53,9 @@ class EvaluationRow:
 class QueryScores:
     """Scores by query of one model on one data set by one measure.
 
-    `values`, float64[queries], and `interval`, the bootstrap interval of their mean, are fractions;
-    `fingerprint` is that of the data set.
+    `values`, float64[queries], and `interval`, the (low, high) bootstrap interval of their mean,
+    are fractions; `interval` is None for a single query and for a random ranking. `fingerprint` is
+    that of the data set.
     """
 
     values: np.ndarray
@@ -125,8 +126,8 @@ def format_evaluation(
 def read_evaluation(file: Path) -> Evaluation | None:
     """Return the Evaluation in a file, or None if it is missing or anything else.
 
-    Rows of other tasks than retrieval are left out. The result is cached while the file does not
-    change, so it must not be changed.
+    Scores include those of the baselines `BM25` and `random`; rows of other tasks than retrieval
+    are left out. The result is cached while the file does not change, so it must not be changed.
     """
     try:
         status = file.stat()

@@ -41,8 +41,8 @@ def export_embedder(
 ) -> None:
     """Write a trained embedding model for sentence-transformers, in float32.
 
-    The directory also has training.json, training.jsonl and a model card, and appears only if the
-    reloaded model gives the same tokens and embeddings.
+    The directory also has training.json, training.jsonl and a model card. If the reloaded model
+    gives other tokens or embeddings, InputError is raised and no directory is written.
 
     Args:
         target: New directory.
@@ -50,9 +50,6 @@ def export_embedder(
         data: Training data, some texts of which are compared.
         details: Content of training.json.
         rows: Rows of training.jsonl.
-
-    Raises:
-        InputError: The reloaded model differs; no directory is written.
     """
     config = embedder.config
     with atomic_dir(target) as directory:

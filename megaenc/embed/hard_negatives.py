@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class MineConfig:
     """Options of `megaenc embed mine`: model, pairs, corpus, selection and output.
 
-    Each field is a flag; `model`, `data` and `output` must be given.
+    Each field is a flag, read by `flags.parse_with_config`. `model`, `data` and `output` must not
+    stay empty, which only `flags.check_given` checks.
     """
 
     config: str = ""

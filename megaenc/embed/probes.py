@@ -21,6 +21,7 @@ from megaenc.finetune.results.aggregate import compute_interval
 
 if TYPE_CHECKING:
     from mteb.abstasks.abstask import AbsTask
+    from torch import Tensor
 
     from megaenc.embed.embedder import Embedder
 
@@ -175,9 +176,14 @@ class _MTEBEncoder:
     ) -> np.ndarray:
         """Return the embeddings of batches of texts, float32[texts, size], in order.
 
+        The prefix of `prompt_type` is added. Embeddings have length 1 only if `config.normalize` is
+        True.
+
         Args:
             inputs: Batches, whose texts are under the key `text`.
-            prompt_type: mteb's PromptType, query or document; None: neither.
+            prompt_type: mteb's PromptType, query or document; None: neither, with the default
+                prefix.
+            options: Ignored.
         """
         config = self.embedder.config
         prefixes = {"query": config.query_prefix, "document": config.document_prefix}
@@ -190,14 +196,20 @@ class _MTEBEncoder:
                 self.embedder.embed(tokens, line.update, unit_length=config.normalize).cpu().numpy()
             )
 
-    def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the cosines of all pairs, float32[texts1, texts2]."""
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> "Tensor":
+        """Return the cosines of all pairs, float32[texts1, texts2].
+
+        The embeddings, arrays or tensors [texts, size], need not have length 1.
+        """
         from mteb.similarity_functions import cos_sim
 
         return cos_sim(embeddings1, embeddings2)
 
-    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the cosine of each text with that at the same place, float32[texts]."""
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> "Tensor":
+        """Return the cosine of each text with that at the same place, float32[texts].
+
+        The embeddings, arrays or tensors [texts, size], need not have length 1.
+        """
         from mteb.similarity_functions import pairwise_cos_sim
 
         return pairwise_cos_sim(embeddings1, embeddings2)
@@ -206,8 +218,8 @@ class _MTEBEncoder:
 def is_labelled_set(path: Path) -> bool:
     """Return whether `path` is a file, or a directory without any of BEIR's files.
 
-    If so, `load_labelled_set` can read it, else `RetrievalSet.load`. A missing path is no labelled
-    set.
+    If so, `load_labelled_set` is to read it, else `RetrievalSet.load`; both check the content. It
+    is False for a missing path.
     """
     return os.path.isfile(path) or (
         os.path.isdir(path) and not any(any(path.glob(name)) for name in _BEIR_FILES)
@@ -225,7 +237,8 @@ def load_labelled_set(name: str, path: Path) -> ProbeTask:
         path: Directory with a file per split, or a file, which is the test split.
 
     Raises:
-        InputError: The data is invalid or of another kind, or labels do not differ.
+        InputError: The data is invalid or of another kind, labels do not differ, or mteb is
+            missing.
     """
     files = find_split_files(path)
     file = files.get("test") or files.get("validation")
@@ -349,10 +362,12 @@ def _build_local_task(
 def load_tasks(names: Sequence[str]) -> Iterator[ProbeTask]:
     """Yield mteb's tasks of these names, with data from the Hub or its cache.
 
-    They are in the order of `names`; a task is loaded only when it is reached.
+    They are in the order of `names`; a task is loaded, and its errors raised, only when it is
+    reached.
 
     Raises:
-        InputError: A task is unknown, not of text or a group, or its data cannot be loaded.
+        InputError: A task is unknown, a group or not of text only, its data cannot be loaded, or
+            mteb is not installed.
     """
     for name in names:
         try:

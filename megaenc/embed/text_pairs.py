@@ -201,10 +201,11 @@ def iterate_pairs(
 def split_into_units(text: str, min_words: int, max_words: int) -> list[str]:
     """Return the paragraphs of a text, with `min_words` to `max_words` words each.
 
-    Paragraphs are separated by an empty line; short ones are joined with the next. Long ones are
-    cut at the sentence end nearest to the middle, again and again, or at the middle if no sentence
-    ends near it. A text of one paragraph is cut once, at a sentence end; if none leaves `min_words`
-    on both sides, the list is empty.
+    Paragraphs are separated by an empty line; short ones are joined with the next, at the end with
+    the one before. Long ones are cut at the sentence end nearest to the middle, again and again, or
+    at the middle if no sentence ends near it. A text of one paragraph is cut once, at a sentence
+    end; if none leaves `min_words` on both sides, the list is empty. `max_words` must be at least
+    four times `min_words`, which is not checked.
     """
     units = []
     short = ""

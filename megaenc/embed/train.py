@@ -29,14 +29,14 @@ STATE = "state.pt"
 
 
 class NonFiniteTrainingError(ArithmeticError):
-    """Error that a loss or gradient norm of contrastive training is NaN or inf."""
+    """ArithmeticError of `train`: a loss or gradient norm is NaN or inf."""
 
 
 def compute_batch_boundaries(pairs: int, batch_size: int) -> list[int]:
     """Return the boundaries of an epoch's batches, in pairs, from 0 to `pairs`.
 
     Batch i has the pairs from boundary i up to boundary i + 1. A last batch of one pair joins the
-    one before, as it may have no negative.
+    one before, as it may have no negative. `pairs` is at least 1.
     """
     boundaries = [*range(0, pairs, batch_size), pairs]
     if boundaries[-1] - boundaries[-2] == 1 and len(boundaries) > 2:
@@ -88,7 +88,8 @@ class ContrastiveTrainer:
 
     All ranks call `step` with the same batch, once for each of `steps`, then `finish`. Each rank
     embeds its part of a batch's texts; the loss is that of the whole batch, and the gradients of
-    the weights are summed over ranks. The constructor sets `embedder` to training mode.
+    the weights are summed over ranks. `step` returns a loss or norm that is NaN or inf; `train`
+    raises for it. The constructor sets `embedder` to training mode.
 
     Raises:
         InputError: There is no negative in a whole epoch, a size is larger than the embeddings, or
@@ -121,7 +122,7 @@ class ContrastiveTrainer:
         """Take step `step`, counted from 1; return (loss, unclipped gradient norm).
 
         All ranks call it with the same batch, and get the same numbers. No weight changes if either
-        number is NaN or inf.
+        number is NaN or inf; nothing is raised. The norm is NaN if the loss is not finite.
         """
         words = random_words(
             self.config.seed, "contrastive dropout", 1, counters=(step, get_rank())
@@ -276,19 +277,17 @@ class StateDirectory:
 def train(
     trainer: ContrastiveTrainer, state: StateDirectory, *, save_interval: int, log_interval: int
 ) -> TrainingProgress:
-    """Train from the saved state to the last step, with logs and saved states.
+    """Train from the saved state, if there is one, to the last step.
 
-    All ranks call it together. A progress line is shown.
+    All ranks call it together and get the progress at the last step. It writes the log and saved
+    states to `state`, and shows a progress line. Without a saved state it starts at step 1; one
+    that cannot be read is an InputError.
 
     Args:
         save_interval: Steps between saved states; the last step is saved too.
         log_interval: Steps between rows of the log; the last step has a row too.
 
-    Returns:
-        The progress at the last step.
-
     Raises:
-        InputError: The saved state cannot be read.
         NonFiniteTrainingError: A loss or gradient norm is NaN or inf.
     """
     progress = state.load(trainer)

@@ -27,7 +27,8 @@ from megaenc.processes import exit_on_sigterm
 class EmbedTrainConfig:
     """Options of `megaenc embed train`: model, pairs, output, training and saving.
 
-    Each field is a flag; `model`, `data` and `output` must be given.
+    Each field is a flag, read by `flags.parse_with_config`. `model`, `data` and `output` must not
+    stay empty, which only `flags.check_given` checks.
     """
 
     config: str = ""
@@ -48,9 +49,11 @@ class EmbedTrainConfig:
 
 @handle_command_errors
 def train_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed train`: train unless finished before, and write the model.
+    """Run `megaenc embed train`: train or resume unless finished, and write the model.
 
-    All ranks call it. The process exits with 1 if the loss is NaN or inf, with 2 at wrong input.
+    All ranks call it. An unfinished training is resumed from OUTPUT.state. The process exits with 1
+    if the loss or gradient norm is NaN or inf, with 2 at wrong input, such as an output of
+    something else or of other settings.
 
     Args:
         argv: The flags; None: those of this process.

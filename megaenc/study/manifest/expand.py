@@ -181,7 +181,7 @@ def expand_models(
     """Return the models of all entries; those that continue others come last.
 
     Otherwise they are in the order of `entries`. If models have the same ModelKey, the keys of
-    those with flags of their own get these flags as `schedule`.
+    those with flags of their own get a `schedule` that names these flags.
 
     Args:
         sizes: Dictionaries of flags of `megaenc pretrain` by size; they override `pretrain`.

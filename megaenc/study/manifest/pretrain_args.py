@@ -112,9 +112,9 @@ def check_run_config(run: PretrainConfig) -> None:
 def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
     """Return a copy of flags of `megaenc pretrain` with `data_dir` before their paths.
 
-    These are data_path except weights, and valid_data_path (after NAME=), both as lists, and the
-    tokenizer if it exists in `data_dir`; otherwise it is a name on the Hub. Absolute paths stay.
-    Nothing else must exist.
+    Paths are the words of data_path except weights and those of valid_data_path after NAME=, which
+    become lists, and the tokenizer if it exists in `data_dir`; otherwise it is a name on the Hub.
+    Absolute paths stay. Nothing else must exist.
     """
     resolved = {str(name): value for name, value in flag_values.items()}
     if "data_path" in resolved:

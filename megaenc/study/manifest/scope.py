@@ -22,8 +22,8 @@ class StudyScope:
     `model_keys` are of the evaluated checkpoints by name, `sizes` by ascending number of
     parameters. `grid` is None if nothing is fine-tuned. `datasets` are (task family, data set)
     pairs, with "" as family if only the data determines it. `retrieval_sets` are the data sets of
-    zero-shot retrieval; `contrastive_seeds` the seeds of contrastive training, after which they are
-    evaluated again.
+    zero-shot retrieval; `contrastive_seeds` are the seeds of contrastive training, each followed by
+    another evaluation.
     """
 
     model_keys: Mapping[str, ModelKey] = field(default_factory=dict)

@@ -88,8 +88,8 @@ def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
 def dataset_result_name(dataset: str) -> str:
     """Return a data set's name in results: its own, or NAME of NAME=PATH.
 
-    A PATH without NAME has the name of its directory or file, the latter without the ending of a
-    data format if it exists.
+    A PATH without NAME has the name of its directory or file; an existing file's loses the ending
+    of its format.
     """
     return parse_dataset_name(dataset)[0]
 

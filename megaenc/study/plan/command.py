@@ -213,6 +213,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan of a manifest, and draw its runs to --picture if given.
 
     An existing picture is replaced. Wrong input exits with 2.
+
+    Args:
+        argv: The flags; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse(PlanConfig, argv, prog="megaenc study plan", description=__doc__)

@@ -89,8 +89,11 @@ class StudyRunConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Execute, submit (--slurm) or list (--dry-run) the remaining stages of a study.
 
-    Finished stages are kept. A failed stage exits with 1, wrong input with 2. With --slurm, the
-    stages need not have ended at the return.
+    Finished stages are kept. A failed stage exits with 1, wrong input with 2. With --slurm it may
+    return before the stages end.
+
+    Args:
+        argv: The flags; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse(StudyRunConfig, argv, prog="megaenc study run", description=__doc__)
@@ -294,7 +297,7 @@ def resolve_study_dir(output: str, command: str) -> Path:
         command: Subcommand of `megaenc study` whose --help an error names.
 
     Raises:
-        InputError: `output` is empty, is a file, is in one, or is too long a path.
+        InputError: `output` is empty, is a file, is in one, or cannot be looked up.
     """
     if not output:
         raise InputError(

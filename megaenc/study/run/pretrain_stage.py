@@ -42,9 +42,9 @@ _TAIL_BYTES = 8192  # bytes at the end of metrics.jsonl that contain the last ro
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainStage(StageRunner):
-    """Stage of `megaenc pretrain` that trains the last steps of `model` or all.
+    """Stage of `megaenc pretrain` that trains `model`, or its steps after a branch.
 
-    It trains the steps after `branch_step` of `parent` if `start` is "branch", else all of the
+    If `start` is "branch", it trains the steps after `branch_step` of `parent`; else all of the
     model's run, from "new" weights or those of the parent's end ("weights"). `checkpoint_steps` are
     steps before the last whose checkpoints are kept for branches and exports; `cost` is that of its
     own steps.

@@ -161,10 +161,11 @@ def submit_stages(
     """Submit the stages neither done nor queued, each after those that it needs.
 
     The stages of a model's grid are one job array. submitit's local and debug executors know no
-    dependencies: this call then waits for needed stages to end, with debug for all.
+    dependencies: this call then waits for needed stages to end, with debug for all. A stage whose
+    needed stage fails meanwhile is not submitted.
 
     Returns:
-        New Job objects of submitit by stage id, for a grid by its id without a training set.
+        New Job objects of submitit by stage id, those of a model's grid under `finetune/NAME`.
 
     Raises:
         InputError: submitit is missing, squeue fails, or a stage does not fit --slurm-gpus.
@@ -255,7 +256,7 @@ def job_name(study: Path, stage: str) -> str:
 def read_queue(study: Path) -> dict[str, str]:
     """Return the Slurm ids of the study's waiting and running jobs by stage id.
 
-    An array has one id, by that of its grid without a training set.
+    The job array of a model's grid has one id, under `finetune/NAME`.
 
     Raises:
         InputError: squeue fails.

@@ -156,6 +156,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     On a terminal, refresh it until all stages are done, so that a failed stage needs Ctrl-C. Failed
     stages do not change the exit code; wrong input exits with 2.
+
+    Args:
+        argv: The flags; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse(StatusConfig, argv, prog="megaenc study status", description=__doc__)
