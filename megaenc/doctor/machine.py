@@ -33,7 +33,7 @@ _MIN_LOCKED_BYTES = 16 * GIB
 def check_processors(context: CheckContext) -> list[Finding]:
     """Check the processor's model, usable cores and threads.
 
-    A CPU quota of less than 0.9 of the cores is a note; `check_threads` has the others.
+    A CPU quota of less than 0.9 of the cores is a note; other notes are those of `check_threads`.
     """
     cores = usable_core_count()
     quota = cpu_quota(context.root)

@@ -151,7 +151,7 @@ def check_attention_backend(context: CheckContext, name: str) -> list[Finding]:
 
     Returns:
         One finding: a problem if a result is wrong, a note if `name` is flash and a Hopper device
-            lacks flash-attn 4, else ok, also if the backend cannot be used.
+        lacks flash-attn 4, else ok, also if the backend cannot be used.
     """
     device = _init_backend().device
     from megaenc.model.attention.backends import flash_attn_versions, is_hopper
@@ -192,8 +192,9 @@ def check_attention_backend(context: CheckContext, name: str) -> list[Finding]:
 def prepare_fused_kernels(context: CheckContext) -> list[Finding]:
     """Import the modules of all kernel checks, which takes time; return [].
 
-    The time limits of `check_fused_kernel` in the same process then do not include it. On a CPU,
-    which has no fused kernels, nothing is imported and one ok finding returned.
+    The time limits of `check_fused_kernel` in the same process then do not include it. On a CPU
+    without Triton's interpreter, which has no fused kernels, nothing is imported and one ok finding
+    returned.
     """
     if _has_no_fused_kernels():
         return [ok("fused kernels", "accelerators only; CPUs use torch's operations")]

@@ -18,8 +18,8 @@ class Finding:
     """Result of a check, with its level: ok, note or problem.
 
     Checks build it by `ok`, `note` or `problem`. `name` is unique within a subject; `result` and
-    `advice`, the user's next step, are text. `mismatch_level` is the level of another rank's
-    different result. `run_checks` sets `subject` and `scope`.
+    `advice`, the user's next step, are text. `mismatch_level` is the level to report if another
+    rank's result differs. `run_checks` sets `subject` and `scope`.
     """
 
     name: str

@@ -69,7 +69,8 @@ class EmbedEvalConfig:
 def eval_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed eval`: score models on data sets and print the tables.
 
-    With --output, the results are written to a file too. Wrong input exits with 2.
+    With --output, the results are written to a file too, which may exist only with --overwrite.
+    Wrong input exits with 2.
 
     Args:
         argv: The flags; None: those of this process.
@@ -334,6 +335,8 @@ def format_results(
     origin: dict[str, Any],
 ) -> str:
     """Return the results as the text of a file: JSON, CSV or Markdown tables.
+
+    JSON has all numbers, CSV a line for each row, without the scores of queries.
 
     Args:
         rows: Rows of results, at least one.

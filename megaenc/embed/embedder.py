@@ -84,7 +84,7 @@ class EmbeddingConfig:
 def fetch_model(name_or_directory: str) -> str:
     """Return the path of a model's directory, downloaded from the Hub for ORG/NAME.
 
-    If it or ORG is an existing directory, it is a path, not a name of the Hub.
+    If ORG/NAME or ORG is an existing directory, it is a path, not a name of the Hub.
 
     Raises:
         InputError: There is neither such a directory nor such a model, or the directory holds no
@@ -296,8 +296,8 @@ class Embedder:
     """Model that embeds texts: tokenizer, backbone with packed attention, and pooling.
 
     `tokenize`, then `embed`. `max_length` is the maximum number of tokens of a text in effect,
-    special tokens included. InputError if the model cannot be loaded, or this leaves no room for
-    text.
+    special tokens included; InputError if it leaves no room for text, or if the model cannot be
+    loaded.
 
     Args:
         directory: Directory of a Hugging Face or sentence-transformers model.

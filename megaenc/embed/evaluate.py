@@ -38,8 +38,8 @@ class RetrievalSet:
     """Test set of retrieval: queries with relevant documents, and the whole corpus.
 
     `load` builds it. `relevant` has the grades above 0 of each query, in the order of `queries`, by
-    document id. `documents` are in trec_eval's order of equal scores. Rankings of queries with
-    `query_ids` leave out `find_excluded_document`.
+    document id. `documents` are in trec_eval's order of equal scores. If `query_ids` is not empty,
+    rankings leave out the document of `find_excluded_document`.
     """
 
     name: str

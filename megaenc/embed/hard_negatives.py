@@ -64,7 +64,7 @@ class MineConfig:
 def mine_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed mine`: write the pairs with hard negatives and print counts.
 
-    Wrong input exits with 2.
+    The file may exist only with --overwrite. Wrong input exits with 2.
 
     Args:
         argv: The flags; None: those of this process.

@@ -65,7 +65,7 @@ class TextPairsConfig(InputConfig):
 def pairs_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed pairs`: write pairs of the input's texts and print counts.
 
-    Wrong input exits with 2.
+    The file may exist only with --overwrite. Wrong input exits with 2.
 
     Args:
         argv: The flags; None: those of this process.

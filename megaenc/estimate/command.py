@@ -236,6 +236,9 @@ def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
 
     The size is --vocab-size, else the corpus's, else the default of --model. The text has the
     source, unless it is --vocab-size.
+
+    Raises:
+        InputError: The metadata of a corpus are invalid.
     """
     pretrain = config.pretrain
     if pretrain.shape.vocab_size:

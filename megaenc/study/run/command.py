@@ -263,7 +263,7 @@ def print_summary(
         study: Study directory.
         failed: Reasons of failures by stage id, as of `execute_stages`.
         seconds: Duration of this execution.
-        settings: Flags, of which the report command has the manifest.
+        settings: Flags of this command; the report command names their manifest.
 
     Raises:
         SystemExit: A stage is not done; the exit code is 1.

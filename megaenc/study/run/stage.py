@@ -450,7 +450,7 @@ class ExportStage(StageRunner):
         Raises:
             StaleArtifactError: The export is of another step or run.
             InputError: There is no export, and the run has reached the step without keeping its
-                checkpoint.
+                checkpoint; or conversion.json cannot be read.
         """
         if not self.is_done():
             check_checkpoint_exists(self._run, self.step, self.id)

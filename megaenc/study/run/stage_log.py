@@ -119,7 +119,7 @@ def log_end(log: Path, outcome: str) -> None:
 def exit_code_file(log: Path) -> Path:
     """Return the path to which the stage's command writes its exit code.
 
-    It is `log` with the ending .exit_code.
+    It is `log` with .exit_code in place of .log.
     """
     return log.with_suffix(".exit_code")
 
