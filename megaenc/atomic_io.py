@@ -43,10 +43,10 @@ def atomic_files(
 ) -> Iterator[list[Path]]:
     """Yield a temporary path for each of `paths`; rename all after the `with` block.
 
-    Each is next to its path, in a directory that must exist; the block must create all files. They
-    are then synced to disk and renamed in order, or removed on an error. New files appear together
-    or not at all, but for a kill between two renames, so the last one marks the set as complete;
-    existing files are replaced one by one.
+    Each is next to its path, in a directory that must exist, and ends in .tmp; the block must
+    create all files. They are then synced to disk and renamed in order, or removed on an error. New
+    files appear together or not at all, but for a kill between two renames, so the last one marks
+    the set as complete; existing files are replaced one by one.
 
     Args:
         before_rename: Called before the first rename; if it raises, nothing changes.
@@ -91,10 +91,10 @@ def _rename_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
 
 
 def find_stale_temp_files(*paths: Path) -> list[Path]:
-    """Return, sorted, the temporary files for `paths`, all of one directory.
+    """Return, sorted, the temporary files for `paths`, one or more of one directory.
 
-    They are those of `atomic_files` and `atomic_dir`, of live writers too. Empty if the directory
-    is unreadable.
+    They are those of `atomic_files` and `atomic_dir`, of live writers too. The list is empty if the
+    directory is unreadable.
     """
     names = "|".join(re.escape(path.name) for path in paths)
     temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
@@ -117,9 +117,10 @@ def remove_path(path: Path) -> None:
 
 
 def longest_file_name(*paths: Path) -> str:
-    """Return the longest file name, in bytes, that writing any of `paths` needs.
+    """Return the file name with the most bytes that writing any of `paths` needs.
 
-    It is that of a temporary file, for checks against the file system's limit.
+    It is that of a temporary file, for checks against the file system's limit. There must be at
+    least one path.
     """
     return max(
         (temporary_path(path).name for path in paths), key=lambda name: len(os.fsencode(name))
@@ -138,11 +139,12 @@ def temporary_path(path: Path) -> Path:
 def atomic_dir(path: Path) -> Iterator[Path]:
     """Yield a new temporary directory, and rename it to `path` after the `with` block.
 
-    On an error it is removed. `path` must be absent or empty, its parent directory must exist, and
-    the content is synced to disk before the rename.
+    On an error it is removed. The parent directory of `path` must exist, and `path` must be absent
+    or an empty directory, which only the rename checks. The content is synced to disk before.
 
     Raises:
-        InputError: The directory cannot be written or `path` was filled meanwhile.
+        InputError: The directory cannot be written, or `path` is a file or not empty after the
+            block.
     """
     target = resolve_path(path)
     temporary = temporary_path(target)
@@ -201,10 +203,9 @@ def convert_write_errors(
 
     Args:
         path: File or directory that is written, which the error names.
-        errnos: Numbers of the OSErrors that are converted; all if there are none. Any error is, if
-            the disk is full: libraries that write files themselves (tokenizers, torch) raise errors
-            without a number.
-        kind: Class of the error; an InputError of another class is converted too.
+        errnos: OSErrors to convert; none: all. On a full disk any error is converted, as libraries
+            that write files themselves (tokenizers, torch) raise errors without a number.
+        kind: Class of the error; an InputError of another class becomes one, with its message.
         name_host: Whether the message names this machine.
         final_paths: Final path by temporary file. An OSError about such a file is converted even if
             `errnos` lacks its number, and the message then names the final path.

@@ -128,11 +128,10 @@ MOVED = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the subcommand named by the first words of `argv`, or print help or version.
 
+    Wrong input, such as an unknown command, exits with 2.
+
     Args:
         argv: The words after `megaenc`; None: those of this process.
-
-    Raises:
-        InputError: There is no such command.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):

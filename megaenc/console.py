@@ -62,8 +62,8 @@ _UNPRINTABLE = re.compile(
 def escape_unprintable(text: str, keep: str = "") -> str:
     r"""Return `text` with control and bidirectional characters as Python escapes.
 
-    They are escapes such as `\x1b`; characters in `keep` stay. Text from files is printed this
-    way, so that it cannot move the cursor or fake output.
+    They become escapes such as `\x1b`, newlines too; characters in `keep` stay. Text from files is
+    printed this way, so that it cannot move the cursor or fake output.
     """
     return _UNPRINTABLE.sub(
         lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text
@@ -76,10 +76,12 @@ def truncate_text(text: str, max_length: int = 200) -> str:
 
 
 def build_rich_console(**options: Any) -> Any:
-    """Return rich's console on standard output, which escapes control characters.
+    """Return a new rich console on standard output, which escapes control characters.
+
+    Newlines and tabs stay.
 
     Args:
-        options: Options of `rich.console.Console`.
+        options: Options of `rich.console.Console` other than `file`.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -160,17 +162,12 @@ class ProgressLine:
     file or pipe it is a plain line at most every `interval` seconds, and one at the end unless an
     exception occurred.
 
-        with ProgressLine("tokenizing", total=size_in_bytes) as progress:
-            progress.update(done, **{"MB/s": 12.5}, documents=1204)
-
     Args:
         total: In the unit of `done` of `update`; None: unknown.
-        closing: If False, nothing stays at the end: neither the last line nor, on a terminal, the
-            bar.
+        closing: False: nothing stays at the end, neither the last line nor a terminal's bar.
         row_widths: Widths of stage (0: none) and bar in characters. A terminal then shows the rows
-            given to `update` over its full width instead.
-        outlives_reader: The block goes on if the reader leaves, as `| head` or a closed terminal
-            does.
+            given to `update` over its full width instead of the line.
+        outlives_reader: Go on if the reader leaves, as `| head` or a closed terminal does.
     """
 
     def __init__(
@@ -363,7 +360,7 @@ def format_count(number: int, noun: str) -> str:
 def format_number(value: Any) -> str:
     """Return a number as short text, such as 1,204, 3.10M, 2.50G or 3.214.
 
-    Other values as `str(value)`.
+    Bools and values of other types are returned as `str(value)`.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)

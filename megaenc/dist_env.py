@@ -72,8 +72,8 @@ def is_multi_node() -> bool:
 def build_rank_variables(count: int) -> list[dict[str, str]]:
     """Return the variables that torchrun would set for `count` ranks on this machine.
 
-    There is a dictionary for each rank, in order, with a port that is free now; it is empty for a
-    single rank. Nothing is set.
+    There is a dictionary for each rank, in order; all name the same port, which is free now. For a
+    single rank the dictionary is empty. `os.environ` is not changed.
     """
     if count == 1:
         return [{}]
@@ -89,15 +89,15 @@ def build_rank_variables(count: int) -> list[dict[str, str]]:
 
 
 def forbid_restart(code: int) -> None:
-    """Record `code`, with which workers that torchrun restarts after a failure exit.
+    """Record the exit code for workers that torchrun restarts after a failure.
 
-    They do so in `exit_if_restart_forbidden`; this process does not exit. With `--max-restarts`,
-    torchrun would restart a run that was asked to stop, because its exit code is not 0, and a
-    complete one of which a process dies as it ends. Without torchrun and its log directory only the
-    file named by EXIT_CODE_FILE, if any, gets the code.
+    They exit with `code` in `exit_if_restart_forbidden`; this process does not exit. Otherwise,
+    with `--max-restarts`, torchrun would restart a run that was asked to stop, because its exit
+    code is not 0, and a complete one of which a process dies as it ends. The file named by
+    EXIT_CODE_FILE, if any, gets the code too, also without torchrun. Errors of writing are ignored.
 
-    A node that joins forbids nothing: torchrun stops the workers itself then, does not count an
-    attempt and removes the directory of the present one, and the file with it.
+    The restart after a node has joined is not forbidden: torchrun stops the workers itself then,
+    counts no attempt, and removes the present one's directory with the recorded code.
     """
     attempt = _attempt_directory()
     recorded = os.environ.get(EXIT_CODE_FILE)
@@ -140,7 +140,7 @@ def _attempt_directory() -> Path | None:
 def die_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent, process id `parent`, ends.
 
-    Exits at once, with code 1, if the parent has ended already.
+    If the parent has ended already, exits at once with code 1, without any cleanup.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the prctl call
@@ -150,9 +150,9 @@ def die_with_parent(parent: int) -> None:
 def die_with_launcher() -> None:
     """Make the kernel kill this worker when torchrun dies.
 
-    Exits if torchrun is dead already; does nothing without torchrun. Workers lead their own
-    sessions and would otherwise keep writing. A worker that a Python program has adopted does not
-    exit.
+    If torchrun is dead already, exits as `die_with_parent` does, unless a Python program has
+    adopted the worker. Does nothing without torchrun. Workers lead their own sessions and would
+    otherwise keep writing.
     """
     if is_torchrun_worker():
         die_with_parent(os.getppid())

@@ -66,10 +66,10 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
     """Wrap the function of a command so that it reports errors and interrupts.
 
     An InputError prints one line and exits with 2, as a full disk does; Ctrl-C prints `stopped` and
-    exits with 130, and a reader that leaves, as `| head` does, ends the command with 141. torchrun
-    turns the 2 into 1 and adds a summary; it does not restart a command that calls
-    `exit_if_restart_forbidden`. Called without arguments, `main` is the whole program, and Ctrl-C
-    is handled until the process ends.
+    exits with 130, and a reader that leaves, as `| head` does, ends the command with 141. Other
+    exceptions pass. torchrun turns the 2 into 1 and adds a summary; it does not restart a command
+    that calls `exit_if_restart_forbidden`. Called without arguments or with `argv=None`, `main` is
+    the whole program, and Ctrl-C is handled until the process ends.
     """
 
     @functools.wraps(main)

@@ -119,7 +119,7 @@ def parse(
         default: Values of flags that are not given; None: the defaults of the fields.
 
     Raises:
-        InputError: A flag is unknown, or a value is wrong or out of the bounds of its type.
+        InputError: A flag is unknown or missing, or a value is wrong or out of its type's bounds.
     """
     arguments = _expand_optional_switches(settings, sys.argv[1:] if argv is None else argv)
     if get_rank() and {"-h", "--help"} & set(arguments):
@@ -334,13 +334,12 @@ def read_config_file(
     of nested dataclasses are top-level keys. `default`, a dataclass, is not changed.
 
     Args:
-        prepare: Function of the present values and a file's fields; returns those to apply these
-            to.
-        including_files: The files that led to `path`.
+        prepare: Given the present values and a file's fields, returns those to set the fields in.
+        including_files: Resolved files that led to `path`; callers leave them out.
 
     Raises:
-        InputError: A file is unreadable or no mapping, a field is unknown or given twice, a value
-            is wrong, `prepare` refuses the fields, or `config` leads back to a file.
+        InputError: A file is unreadable or no mapping, a field is unknown, given twice or wrong,
+            `prepare` refuses the fields, or `config` leads back to a file.
     """
     fields = _read_fields(path)
     if base := fields.pop("config", None):
@@ -395,14 +394,14 @@ def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
 def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[str]:
     """Return the fields that the flags or the YAML files of --config give.
 
-    Their values do not matter. Names have underscores and are not checked. Files that the key
-    `config` of a file names count too.
+    Names have underscores and are not checked; `--no-x` gives `no_x` and `x`. A file's key `config`
+    names a further file, which must not lead back to the first.
 
     Args:
         argv: The flags.
-        preset: Field that ends the search, as it replaces the values of files read before it: those
-            of the file for a flag, those of the base `config` for a key.
-        without: File whose fields do not count.
+        preset: Field that replaces all values of files read before. If a flag gives it, no file is
+            read; if a file gives it, not that file's `config`.
+        without: File whose own fields do not count.
 
     Raises:
         InputError: A file is unreadable or no mapping.
@@ -426,7 +425,8 @@ def parse_with_config(
 ) -> Settings:
     """Return the dataclass `settings` from the flags over the YAML file of `--config`.
 
-    All fields need a default. Arguments and errors are those of `parse` and `read_config_file`.
+    All fields need a default, and one is `config`. Without --config it is `parse`. Arguments and
+    errors are those of `parse` and `read_config_file`.
 
     Args:
         argv: The flags; None: those of this process.
@@ -505,11 +505,11 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
     Fields of nested dataclasses count. `settings` itself, a dataclass, is not changed.
 
     Args:
-        values: Values as YAML has them, by field name with underscores.
+        values: Values as YAML has them, by field name with underscores; see `convert_value`.
         source: File of the values, the beginning of errors.
 
     Raises:
-        InputError: A field is unknown or a value is wrong.
+        InputError: A field is unknown, or a value is wrong or out of its field's Bounds.
     """
     known = flatten(settings)
     for name in values:
@@ -546,7 +546,7 @@ def parse_mapping(text: YamlMapping, source: str, example: str) -> dict[str, Any
         example: Fields that the error shows.
 
     Raises:
-        InputError: The text is no mapping.
+        InputError: The text is no mapping (as empty text), or gives a field in two spellings.
     """
     values = None
     problem = ""
@@ -580,7 +580,9 @@ def convert_value(place: str, kind: Any, value: Any) -> Any:
     """Return `value` from YAML converted to the type `kind`.
 
     Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, `int |
-    Literal["all"]`, and YamlMapping, from any value. Bounds are not checked.
+    Literal["all"]`, and YamlMapping, from any value. A float may be text such as 5e-4, a single
+    value gives a tuple of one, and numbers in a tuple of texts become text; other types must be
+    those of the value. Bounds are not checked.
 
     Raises:
         InputError: The value does not fit; the message begins with `place`.

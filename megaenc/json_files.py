@@ -47,7 +47,8 @@ def parse_json(content: bytes | str, *, unique_keys: bool = False) -> Any:
     NaN and Infinity, which are not JSON, are accepted as numbers.
 
     Raises:
-        ValueError: It is no JSON, nested too deeply or, if `unique_keys`, has a duplicate key.
+        ValueError: It is no JSON or nested too deeply.
+        DuplicateKeyError: A key of an object is given twice, and `unique_keys` is True.
     """
     try:
         return json.loads(content, object_pairs_hook=_build_unique if unique_keys else None)
@@ -58,7 +59,10 @@ def parse_json(content: bytes | str, *, unique_keys: bool = False) -> Any:
 
 
 class DuplicateKeyError(ValueError):
-    """Error that a JSON object has a key twice."""
+    """ValueError of `parse_json` with `unique_keys`: a JSON object has a key twice.
+
+    `read_json_object` raises InputError instead.
+    """
 
 
 def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def accelerator_names() -> list[str]:
     """Return the names of the accelerators that torch may use, by torch's index.
 
     The list is empty without a device file. The first call starts Python to list them, so that this
-    process does not import torch; the others return the same list.
+    process does not import torch; later calls return the same list, which must not be changed.
 
     Raises:
         InputError: torch failed to list them.
@@ -109,8 +109,9 @@ def accelerator_names() -> list[str]:
 def select_visible_devices(count: int) -> tuple[str, list[str]]:
     """Return the variable of visible devices and its first `count` entries.
 
-    It is HIP_VISIBLE_DEVICES if that is set, else CUDA_VISIBLE_DEVICES; if unset, the entries are
-    0, 1, ... There are fewer entries if the variable has fewer. The environment is not changed.
+    It is HIP_VISIBLE_DEVICES if that is set and not empty, else CUDA_VISIBLE_DEVICES; if this is
+    unset or empty, the entries are 0, 1, ... There are fewer entries if the variable has fewer. The
+    environment is not changed.
     """
     variable = (
         "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"

@@ -37,10 +37,11 @@ def refuse_existing(path: Path, flag: str) -> None:
 
 
 def report_stale_files(*paths: Path) -> None:
-    """Print the temporary files that stopped runs left for `paths`, if any.
+    """Print the temporary files of `paths` that are there, as stopped runs leave them.
 
-    Only rank 0 prints. All paths are in one directory. The files are not removed: a process id in
-    the name may now belong to another process or to another machine.
+    Only rank 0 prints, nothing if there are none. All paths are in one directory. Files of a live
+    writer are printed too, and none is removed: a process id in the name may now belong to another
+    process or to another machine.
     """
     stale_files = find_stale_temp_files(*paths)
     if stale_files:
@@ -116,8 +117,8 @@ def check_output_file(
 def refuse_input(path: Path, flag: str, inputs: Iterable[str | Path]) -> None:
     """Raise InputError, naming `flag`, if the existing file `path` is in an input.
 
-    It is one of the `inputs`, or in a directory among them. Links are followed. Inputs that do not
-    exist, such as names on the Hub, are left out.
+    It is one of the `inputs`, or in a directory among them. Links are followed. A missing `path`
+    passes, and inputs that do not exist, such as names on the Hub, are left out.
     """
     if not os.path.lexists(path):
         return

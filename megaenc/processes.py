@@ -97,9 +97,10 @@ def set_up_child(parent: int) -> None:
 
 
 def describe_exit_code(code: int) -> str:
-    """Return a process's exit code in words.
+    """Return a process's exit code as a phrase that follows the process's name.
 
-    They are `ended with exit code 1` or, for a negative one, `was killed by SIGTERM`.
+    It is `ended with exit code 1` or, for a negative one, `was killed by SIGTERM`; that of SIGKILL
+    adds a hint at the memory.
     """
     if code >= 0:
         return f"ended with exit code {code}"

@@ -38,6 +38,8 @@ class ClusterConfig:
     def build_submitit_parameters(self) -> dict[str, Any]:
         """Return Slurm's parameters by submitit's names; {} for its other executors.
 
+        The time limit is not among them: `submit_tasks` sets it.
+
         Raises:
             InputError: --slurm-extra is not key=value.
         """
@@ -80,13 +82,12 @@ def submit_tasks(
 ) -> list[Any]:
     """Submit picklable `tasks` to Slurm; return a submitit Job for each, in order.
 
-    One task is a job, several are a job array. It does not wait for them. `cluster` may select
-    another executor of submitit.
+    One task, a function without arguments, is a job; several are a job array. None is waited for.
 
     Args:
-        tasks: Functions without arguments.
         logs: Directory of submitit's files, one subdirectory for each job.
         name: Name of the job.
+        cluster: Executor and time limit; its other flags are not read.
         parameters: Further parameters by submitit's names (see `build_submitit_parameters`).
 
     Raises:

@@ -37,7 +37,8 @@ def inline_code(value: object, *, cell: bool = False) -> str:
 def format_facts(facts: Mapping[str, object]) -> str:
     """Return a Markdown table of names and their values, one row each.
 
-    It has two columns without heading: the names as they are, and the values as inline code.
+    It has two columns without heading: the names as they are, and the values as inline code. There
+    is no line feed at the end.
     """
     return "\n".join(
         [
@@ -68,8 +69,8 @@ def format_markdown(
 ) -> str:
     """Return a Markdown table of text columns, then number columns.
 
-    Text columns are left-aligned, with escaped cells; number columns are right-aligned, with cells
-    as they are.
+    Text columns are left-aligned, with escaped cells; number columns are right-aligned. Headings
+    and cells of number columns stay as they are. The text ends with a line feed.
 
     Args:
         text_columns: Headings of the first columns.
