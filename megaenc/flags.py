@@ -392,15 +392,14 @@ def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
 
 
 def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[str]:
-    """Return the fields that the flags or the YAML files of --config give.
+    """Return the fields that the flags `argv` or the YAML files of --config give.
 
     Names have underscores and are not checked; `--no-x` gives `no_x` and `x`. A file's key `config`
     names a further file, which must not lead back to the first.
 
     Args:
-        argv: The flags.
-        preset: Field that replaces all values of files read before. If a flag gives it, no file is
-            read; if a file gives it, not that file's `config`.
+        preset: Field that replaces values of earlier files: no file is read if a flag gives it, and
+            not the `config` of a file that gives it.
         without: File whose own fields do not count.
 
     Raises:

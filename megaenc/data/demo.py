@@ -92,10 +92,10 @@ _MARKUP = (
 
 @dataclass(frozen=True)
 class DemoPaths:
-    """Paths of a demo: training and held-out text, tokenizer and corpus.
+    """Paths of a demo, whose files may be missing: text, tokenizer and corpus.
 
-    `corpus` and `heldout` are JSONL files that share no paragraph, `tokenizer` is a directory, and
-    `data_prefix` is the preprocessed corpus for --data-path.
+    `corpus` (for training) and `heldout` are JSONL files that share no paragraph, `tokenizer` is a
+    directory, and `data_prefix` is the prefix of the preprocessed corpus, for --data-path.
     """
 
     corpus: Path
@@ -118,7 +118,7 @@ class DemoPaths:
     def part_prefix(self, part: str) -> Path:
         """Return the prefix of the preprocessed corpus of `part`, one of PARTS.
 
-        Only `ensure_demo` writes this corpus.
+        Only `ensure_demo` with that part in `parts` writes this corpus.
         """
         return self.corpus.parent / f"{part}_text_document"
 
@@ -135,16 +135,16 @@ class DemoConfig:
 def build_demo_corpus(directory: str | Path, flag: str = "demo directory") -> DemoPaths:
     """Write the demo corpus into `directory` unless it exists, and return its paths.
 
-    Each source file of the installed packages gives one document, the prose of its docstrings, with
-    the id `package/path`, in sorted order; one in fifty, chosen by a hash of its id, goes into
-    heldout.jsonl. The same packages give the same bytes. demo.json records the hashes of both
-    files. Concurrent processes wait for the first.
+    Each source file of Python and of megaenc's dependencies gives at most one document, the prose
+    of its docstrings, with the id `package/path`, in sorted order; one in fifty, by a hash of its
+    id, goes into heldout.jsonl, not corpus.jsonl. The same packages give the same bytes. demo.json
+    records the hashes of both files. Concurrent processes wait for the first.
 
     Args:
         flag: Source of `directory`, for errors.
 
     Raises:
-        InputError: A file of these names is not a demo's; nothing has been written.
+        InputError: A file of these names is not a demo's, and stays, or one cannot be written.
     """
     directory = Path(directory)
     if built := find_demo_corpus(directory):
@@ -183,7 +183,7 @@ def find_demo_corpus(directory: Path) -> DemoPaths | None:
 
     Raises:
         InputError: `demo.json` is not of `megaenc demo`, or a JSONL file is there that differs from
-            it or is not listed there.
+            it or is not listed there, as without `demo.json`.
     """
     # Listed before the record is read: a concurrent build writes the record first.
     present = [path for path in (directory / HELDOUT, directory / CORPUS) if os.path.lexists(path)]
@@ -246,7 +246,8 @@ def find_demo_parts(
     """Return the parts of the demo (PARTS) that `prefixes`, or patterns of them, name.
 
     They are sorted; the prefix of the whole corpus adds none. None if one of `prefixes` names no
-    corpus of the demo in `directory`. The files may be missing.
+    corpus of the demo in `directory`, which must be spelled as in `prefixes`. The files may be
+    missing.
     """
     demo = DemoPaths.in_directory(Path(directory))
     parts = {demo.data_prefix: "", **{demo.part_prefix(part): part for part in PARTS}}
@@ -434,7 +435,7 @@ def find_long_strings(source: str) -> list[tuple[int, str]]:
 def extract_paragraphs(text: str) -> Iterator[str]:
     """Yield the English paragraphs of a docstring, reST or Markdown text.
 
-    Each is one line without markup.
+    Each is one line without markup that `is_english_prose`; a missing full stop is added.
     """
     text = _EXAMPLE.sub("", inspect.cleandoc(text.expandtabs(4)))
     text = _LITERAL.sub(
@@ -509,7 +510,7 @@ def similarity_key(paragraph: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc demo`: write the demo corpus into --output unless it exists.
 
-    `argv` are the flags; None: those of this process.
+    `argv` are the flags; None: those of this process. Wrong input exits with 2.
     """
     silence_libraries()
     settings = flags.parse(DemoConfig, argv, prog="megaenc demo", description=__doc__)

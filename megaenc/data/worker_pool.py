@@ -43,10 +43,11 @@ class WorkerProcessDied(InputError):
 class WorkerProcess(ChildProcess):
     """Child process that calls `work(item)` for each submitted item, in order.
 
-    It is a new Python interpreter: `work`, items and results must pickle. A fork would not survive
-    threads of tokenizers or torch. A process of `multiprocessing` imports the caller's `__main__`
-    and so needs a guard there, and in its pools a process that is killed while it sends a result
-    blocks all others.
+    It is a new Python interpreter, started at once: `work`, items and results must pickle, and
+    `work` must not be defined in `__main__`. `environment` and `output` are those of ChildProcess.
+    A fork would not survive threads of tokenizers or torch. A process of `multiprocessing` imports
+    the caller's `__main__` and so needs a guard there, and in its pools a process that is killed
+    while it sends a result blocks all others.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ def start_pool(
         their order, which raises what `work` raises. At most two items per worker are in flight.
 
     Raises:
-        WorkerProcessDied: A process ended before it was done.
+        WorkerProcessDied: From the iterator; a process ended before it was done.
     """
     with contextlib.ExitStack() as stack:
         if threads:

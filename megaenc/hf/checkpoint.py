@@ -64,8 +64,8 @@ class HFCheckpoint:
     """Hugging Face model directory with its config and the headers of its weights.
 
     `config` is the content of config.json without the fields about loading; `headers` has the
-    TensorHeader of each weight by its name in the files. Weights are read only in `slices`. Pickles
-    are never read.
+    TensorHeader of each weight by its name in the files. The constructor raises InputError if a
+    file is missing or damaged, or the weights are a pickle. Weights are read only in `slices`.
     """
 
     def __init__(self, path: Path, flag: str = "--input"):
@@ -128,9 +128,9 @@ class HFCheckpoint:
 class TrainableHFCheckpoint(HFCheckpoint):
     """Hugging Face model directory from which training starts.
 
-    It also has the weight `shapes` by name and the `generation` config. Weights are read one by
-    one. They have their names in a model with an output layer (`model.norm.weight`); directories of
-    models without one omit `model.`.
+    It also has the weight `shapes` by name and the `generation` config, {} if there is none.
+    Weights must be F32, BF16 or F16 and are read one by one. They have their names in a model with
+    an output layer (`model.norm.weight`); directories of models without one omit `model.`.
     """
 
     def __init__(self, path: Path):

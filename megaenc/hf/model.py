@@ -109,7 +109,11 @@ def find_model_class(architecture: str) -> Any:
 
 
 def find_base_class(config: Any) -> Any:
-    """Return transformers' model class of a config object, without output layer."""
+    """Return transformers' model class of a config object, without output layer.
+
+    Raises:
+        KeyError: transformers has no such class.
+    """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     return MODEL_MAPPING[type(config)]
@@ -133,7 +137,8 @@ def load_hf_config(directory: HFCheckpoint) -> Any:
     """Return transformers' config object for the config.json of a directory.
 
     Raises:
-        InputError: The model type is unknown or a field is wrong.
+        InputError: The model type is unknown or needs code of the Hub, a field is wrong, or the
+            weights are quantized.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -183,7 +188,7 @@ def load_masked_lm(directory: HFCheckpoint, config: Any) -> Any:
         config: Config object, as `load_hf_config` returns it.
 
     Raises:
-        InputError: It is another model, or `load_model` refuses it.
+        InputError: It is another model, lacks weights, or `load_model` refuses it.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -227,8 +232,7 @@ def load_model(
         expected: Description of the model for errors.
 
     Raises:
-        InputError: Config or weights are of another model, weights are NaN or infinite, or, before
-            memory is allocated, the config needs too much.
+        InputError: Config or weights are of another model, too large for the files, or not finite.
     """
     import torch
 
@@ -335,11 +339,11 @@ def save_hf_model(model: Any, directory: Path) -> None:
 
 
 def find_lowest_version(config: Any) -> str:
-    """Return the lowest version of transformers that gives a model's numbers, as text.
+    """Return the lowest tested version of transformers that gives a model's numbers.
 
-    Empty if it is unknown. `config` is transformers' config object. Tested are 4.57 and 5.3: 4.57
-    has no EuroBERT, ignores `is_causal`, knows ModernBERT's layers only in its own order, and gives
-    the local layers of its decoder the rotary base of the global ones.
+    It is "4.57" or "5.3", the tested ones, or "" if it is unknown. `config` is transformers' config
+    object. 4.57 has no EuroBERT, ignores `is_causal`, knows ModernBERT's layers only in its own
+    order, and gives the local layers of its decoder the rotary base of the global ones.
     """
     kind = config.model_type
     if kind == "eurobert" or (kind in _OLD_MODELS and getattr(config, "is_causal", None) is False):

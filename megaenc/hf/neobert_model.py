@@ -182,6 +182,8 @@ class NeoBERT(NeoBERTPreTrainedModel):
     ) -> BaseModelOutput:
         """Return the states after the last norm, [B, S, H], as `last_hidden_state`.
 
+        Other arguments, such as `output_hidden_states`, are ignored.
+
         Args:
             input_ids: int64[B, S], unused if `inputs_embeds` are given.
             attention_mask: [B, S], 1 for tokens of the text and 0 for padding, or a mask to add to
@@ -209,7 +211,8 @@ class NeoBERT(NeoBERTPreTrainedModel):
 class NeoBERTLMHead(NeoBERTPreTrainedModel):
     """NeoBERT with the output layer of masked language modelling.
 
-    The layer has a matrix of its own and a bias. It is for transformers' AutoModelForMaskedLM.
+    The layer has a matrix of its own and a bias. Only logits are returned: `labels` are ignored,
+    and there is no loss. It is for transformers' AutoModelForMaskedLM.
     """
 
     def __init__(self, config: NeoBERTConfig):
@@ -229,7 +232,10 @@ class NeoBERTLMHead(NeoBERTPreTrainedModel):
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any
     ) -> MaskedLMOutput:
-        """Return `logits`, [B, S, V]; arguments are those of `NeoBERT.forward`."""
+        """Return `logits`, [B, S, V]; arguments are those of `NeoBERT.forward`.
+
+        `labels` and other arguments are ignored: there is no loss.
+        """
         states = self.model(input_ids, attention_mask, **options).last_hidden_state
         return MaskedLMOutput(logits=self.decoder(states))
 

@@ -39,7 +39,7 @@ _MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per to
 class Corpus:
     """Memory-mapped tokenized corpus on disk, of D documents in S sequences.
 
-    `Corpus.open` builds it. Documents and sequences have 0-based indices.
+    `Corpus.open` builds it, and `len` is D. Documents and sequences have 0-based indices.
 
     - prefix: path without extension;
     - metadata: contents of PREFIX.json, None for a corpus written by Megatron's own tool;
@@ -87,7 +87,7 @@ class Corpus:
 
     @property
     def document_lengths(self) -> np.ndarray:
-        """Return int64[D], the lengths of all documents in tokens.
+        """Return int64[D], the tokens of each document, special tokens included.
 
         The first call reads the whole index, and keeps 16 bytes a document in memory.
 
@@ -102,8 +102,8 @@ class Corpus:
         Only these entries of the index are read.
 
         Args:
-            documents: Indices from 0 to D (the end), of any shape, which must not fall along the
-                last axis.
+            documents: One or more indices from 0 to D (the end), of any shape, which must not fall
+                along the last axis.
 
         Raises:
             LocalInputError: The offsets decrease along the last axis or leave the .bin.
@@ -264,7 +264,8 @@ class Corpus:
         """Return a copy of tokens start..stop-1 of a document, as int64[stop - start].
 
         `document` is its index, and positions are 0-based within it. Bounds are not checked: a
-        `stop` after the document's end reads on in the .bin.
+        `stop` after the document's end reads on in the .bin. The first call reads the whole index,
+        with the errors of `document_lengths`.
 
         Raises:
             LocalInputError: A token id is outside the vocabulary given to `check_vocabulary`.
@@ -279,8 +280,8 @@ class Corpus:
         """Return tokens starts[i]..stops[i]-1 of each documents[i], joined, as int64.
 
         All three are int64[n]; positions are 0-based within each document. There must be at least
-        one token. Bounds are not checked, as in `tokens`. The first call reads the whole index, see
-        `document_lengths`.
+        one token. Bounds are not checked, as in `tokens`. The first call reads the whole index,
+        with the errors of `document_lengths`.
 
         Raises:
             LocalInputError: A token id is outside the vocabulary given to `check_vocabulary`.
@@ -325,7 +326,7 @@ class Corpus:
         """Check the corpus's tokenizer and its first token ids against `vocabulary`.
 
         These are the first 4,194,304 ids. Later reads check theirs; before this call, reads check
-        none.
+        none. The tokenizer of a corpus without metadata, as of Megatron's own tool, is not checked.
 
         Raises:
             InputError: The tokenizer in the metadata is another one (see `check_tokenizer`), or an

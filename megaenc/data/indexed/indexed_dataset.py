@@ -73,7 +73,7 @@ class IndexArrays:
 def read_entries(path: str | Path, array: np.memmap, indices: np.ndarray) -> np.ndarray:
     """Return entries of a memory-mapped int64 array without mapping their pages.
 
-    For few entries far apart, of which a mapping would read the pages in between.
+    It is for few entries far apart: a mapping would read the pages in between, too.
 
     Args:
         path: File that `array` maps.
@@ -101,7 +101,7 @@ class IndexedWriter:
     """Writer of one corpus: the .bin as documents are added, the .idx at the end.
 
     `documents`, `sequences` and `tokens` count what has been added. The files are written in place,
-    not atomically, and only `finish` writes the .idx.
+    not atomically: the constructor empties an existing .bin, and only `finish` writes the .idx.
     """
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: str) -> None:
@@ -238,7 +238,8 @@ class IndexedWriter:
 def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWriter]]:
     """Yield one IndexedWriter per corpus, and close them after the `with` block.
 
-    The block finishes them (`IndexedWriter.finish`); otherwise no .idx is written.
+    Each .bin is emptied at once. The block must finish the writers (`IndexedWriter.finish`); else
+    no .idx is written, and an old one stays: write to temporary paths to replace a corpus.
 
     Args:
         files: Every .bin to write, then every .idx in the same order.

@@ -19,7 +19,7 @@ class TokenizerIdentity:
     """Tokenizer of a corpus: name, fingerprint, and ids of two special tokens.
 
     `eos_id` (EOS, else SEP) and `mask_id` are those of `Vocabulary`, None if the tokenizer lacks
-    them; `CorpusMetadata.eod` tells whether documents end with one.
+    them; `CorpusMetadata.eod` tells whether documents end with a special token.
     """
 
     name: str

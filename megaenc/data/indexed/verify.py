@@ -331,8 +331,8 @@ def _compare_hash(digest: Any, metadata: CorpusMetadata | None, extension: str) 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc data verify`: check corpora and report all damaged ones.
 
-    It prints a line for each intact corpus, then fails with one error for the others. `argv` are
-    the flags; None: those of this process.
+    It prints a line for each intact corpus, then exits with 2 and one error if others are damaged.
+    `argv` are the flags; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse(VerifyConfig, argv, prog="megaenc data verify", description=__doc__)

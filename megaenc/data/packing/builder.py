@@ -99,27 +99,18 @@ class RunData:
         max_epochs: int | None = None,
         opened: dict[str, Corpus] | None = None,
     ) -> "RunData":
-        """Open the corpora of --data-path and blend their packs.
+        """Open the corpora of --data-path and blend their packs; InputError if unusable.
 
-        Each rank opens all of them. Held-out packs are always `concat` and in one order, so that
-        runs of different packing or seed are measured on the same text.
+        Held-out packs are always `concat` and in one order, whatever `packing` and `seed` are.
 
         Args:
-            data_path: Prefixes or patterns, with a weight before each; without weights all share
-                one.
-            vocabulary: Vocabulary that the corpora must fit.
+            data_path: Prefixes or patterns, each after a weight; without weights all share one.
             split: Weights of training, validation and test documents, as in `parse_split`.
             packing: How training packs are cut, a key of PACKINGS.
-            seq_length: Tokens of a pack.
-            seed: Seed of the order of training documents and packs.
             order: "documents" or "blocks", see `split_corpus`.
             temperature: Exponent of the sizes of corpora that share a weight.
             max_epochs: Passes over a corpus after which it leaves the blend; None: it never does.
-            opened: Corpora by the path of their .idx, to which those opened here are added, so that
-                phases share them.
-
-        Raises:
-            InputError: A corpus cannot be used.
+            opened: Corpora by `index_path`, reused and extended, so that phases share them.
         """
         sources = find_corpora(data_path)
         prefixes = [prefix for source in sources for prefix in source.prefixes]
@@ -191,7 +182,7 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that is equal for the same corpora in the same order.
+        """Return a text that is equal for the same corpora, fractions and their order.
 
         See `describe_blend`. Split, seed, packing and pack length are not part of it.
         """
@@ -199,9 +190,10 @@ class RunData:
 
     @property
     def held_out_fingerprint(self) -> str:
-        """Return a text that is equal for the same held-out packs.
+        """Return a text that is equal for the same blend of corpora with held-out packs.
 
-        Split and pack length are not part of it; --blend-max-epochs does not matter to it.
+        Split and pack length, which decide on these packs too, are not part of it;
+        --blend-max-epochs does not matter to it.
         """
         return self._describe(self.held_out is None or self.held_out.is_periodic, None)
 

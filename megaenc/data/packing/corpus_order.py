@@ -87,7 +87,7 @@ class CorpusOrder(ABC):
 
     Corpora, samples, packs of a corpus and blocks have 0-based indices. The packs of a corpus come
     in order. `samples` is the number of samples, None if there is no end; methods do not check that
-    a sample is before it. Samples are computed in blocks of `block_size`, when one is needed.
+    a sample is below it. Samples are computed in blocks of `block_size`, when one is needed.
     """
 
     block_size: int
@@ -110,8 +110,8 @@ class CorpusOrder(ABC):
     def skip_packs(self, packs: np.ndarray) -> "CorpusOrder":
         """Return the order that remains after so many `packs` of each corpus.
 
-        `packs` is int64[corpora]. Its samples and packs are counted from 0 again. This order is not
-        changed.
+        `packs` is int64[corpora]. In the returned order, samples and packs count from 0 again. This
+        order is not changed, and may itself be returned.
         """
 
     def locate(self, sample: int) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class CorpusOrder(ABC):
         return packs + np.bincount(self.arrange_block(block)[0][:place], minlength=len(packs))
 
     def find_first(self, packs: np.ndarray) -> int:
-        """Return the index of the first sample with pack packs[corpus] or a later one.
+        """Return the index of the first sample whose pack is packs[corpus] or later.
 
         `packs`, int64[corpora], has a pack index for each corpus. The result is `samples` if there
         is no such sample.
@@ -149,9 +149,10 @@ class CorpusOrder(ABC):
 
 
 class PeriodicOrder(CorpusOrder):
-    """Endless order that repeats after at most PERIOD samples.
+    """Endless order that repeats a period of counts[c] samples of each corpus c.
 
-    After any number of samples each corpus is less than one sample away from its part of them.
+    `counts` are those of `compute_sample_counts`. After any number of samples each corpus is less
+    than one sample away from its part of them.
     """
 
     samples = None
@@ -186,11 +187,11 @@ class PeriodicOrder(CorpusOrder):
 class DueOrder(CorpusOrder):
     """Order without a period for any number of corpora, each of which may end.
 
-    Pack j of a corpus of weight w is due at time (j + phase) / w, and packs come in the order of
-    their times, corpora with equal times in theirs. A corpus that has ended has no more packs, so
-    that the others take its place in proportion. The phases 0 < phase < 1 differ, so that corpora
-    of equal weight take turns. The place of a pack follows from the weights and limits without
-    those before it.
+    Corpora have a positive weight each; `limits`, int64[corpora], are the packs after which they
+    end (None: never). Pack j of a corpus of weight w is due at time (j + phase) / w, and packs come
+    in the order of their times, corpora with equal times in theirs. A corpus that has ended has no
+    more packs, so that the others take its place in proportion. The phases 0 < phase < 1 differ, so
+    that corpora of equal weight take turns. A place is computed without the places before it.
     """
 
     block_size = PERIOD
@@ -226,7 +227,7 @@ class DueOrder(CorpusOrder):
         return self._remember_block(block)
 
     def skip_packs(self, packs: np.ndarray) -> "DueOrder":
-        """Return an order whose corpora end `packs`, int64[corpora], earlier.
+        """Return a copy of the order whose corpora end `packs`, int64[corpora], earlier.
 
         It is this order itself if no corpus ends.
         """

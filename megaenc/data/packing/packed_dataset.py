@@ -62,10 +62,11 @@ def position_ids(cu_seqlens: np.ndarray) -> np.ndarray:
 
 
 class PackedDataset(Protocol):
-    """Interface of endless packs of `seq_length` tokens of one corpus or a blend.
+    """Interface of packs of `seq_length` tokens of one corpus or a blend.
 
-    `dataset[s]` is the Pack of the 0-based sample s of the run. All ranks see the same packs; a
-    sampler decides which of them a rank reads.
+    `dataset[s]` is the Pack of the 0-based sample s of the run; only a blend whose corpora all
+    leave it has a last one. All ranks see the same packs; a sampler decides which of them a rank
+    reads.
     """
 
     seq_length: int
@@ -151,7 +152,8 @@ class CorpusPackedDataset(ABC):
     def packs_of_epochs(self, epochs: int) -> int:
         """Return the number of packs that start in the first `epochs` epochs.
 
-        A blend ends a corpus after so many packs (--blend-max-epochs).
+        A blend ends a corpus after so many packs (--blend-max-epochs). A packing may only estimate
+        it.
         """
         return self.first_sample_of_epoch(epochs)
 

@@ -31,8 +31,8 @@ changes a minute late."""
 class Claim:
     """Context manager of a claim, which reserves shared work for this process.
 
-    `ClaimDirectory.acquire` returns it, with its file `path` created. A thread renews the file
-    until the block ends, and it is then removed.
+    `ClaimDirectory.acquire` returns it and has created its file. A thread renews the file until the
+    block ends, and it is then removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,8 +71,9 @@ class ClaimDirectory:
     def acquire(self, name: str) -> Claim | None:
         """Return a new claim on the work `name`, or None if a live process holds it.
 
-        It does not wait. The caller must enter the claim at once, which is renewed from then on. A
-        process of another machine counts as dead only if calls over DEAD_SECONDS see no renewal.
+        It does not wait. The caller must enter the claim at once, as only an entered claim is
+        renewed. A process of another machine counts as dead only if calls over DEAD_SECONDS see no
+        renewal.
 
         Raises:
             FileNotFoundError: The directory is gone.

@@ -33,13 +33,13 @@ from megaenc.processes import exit_on_sigterm
 def preprocess(settings: PreprocessConfig) -> list[Path]:
     """Tokenize the input to a corpus per JSON key and return the corpora's prefixes.
 
-    Prefixes are in the order of the keys. Messages, progress and a summary are printed.
-    The .bin, .idx and .json of all corpora appear complete or not at all, the .idx last. Their
-    bytes do not depend on workers, partitions or kinds of input files.
+    Prefixes are in the order of the keys. Messages, progress and a summary are printed. The .bin,
+    .idx and .json of all corpora appear complete or not at all, the .idx last. Their bytes do not
+    depend on workers, partitions or kinds of input files.
 
     Raises:
-        InputError: Input, tokenizer or output is unusable, input changes meanwhile, or a worker
-            dies.
+        InputError: Input, tokenizer or output is unusable, such as output that exists already;
+            input changes meanwhile, or a worker dies.
     """
     return run_job(prepare_job(settings))
 
@@ -51,7 +51,7 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     output is written.
 
     Raises:
-        InputError: Flags, output, input or tokenizer are unusable.
+        InputError: Flags, input or tokenizer are unusable, or output exists or cannot be written.
     """
     settings.check()
     deduplication = settings.deduplication()
@@ -96,7 +96,7 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
 def run_job(job: PreprocessJob) -> list[Path]:
     """Write the corpora of a job, print a summary of each and return their prefixes.
 
-    These are in the order of the JSON keys. Outputs and errors are those of `preprocess`.
+    Prefixes are in the order of the JSON keys. Outputs and errors are those of `preprocess`.
     """
     started = time.monotonic()
     partition = job.settings.work_directory / "part"
@@ -190,7 +190,8 @@ def _format_summary(corpus: CorpusMetadata) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc preprocess`: tokenize the input and print the counts.
 
-    `argv` are the flags; None: those of this process. It is also `tools/preprocess_data.py`.
+    `argv` are the flags; None: those of this process. Wrong input exits with 2. It is also
+    `tools/preprocess_data.py`.
     """
     silence_libraries()
     settings = flags.parse(PreprocessConfig, argv, prog="megaenc preprocess", description=__doc__)

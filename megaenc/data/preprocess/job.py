@@ -38,8 +38,9 @@ _MAX_THREADS = 4
 class CorpusOutputs:
     """Corpora that are being written, in the order of the JSON keys.
 
-    `PreprocessJob.open_outputs` yields it. The block fills the `writers`, `removed` (duplicates of
-    each key) and `counts` of the whole input; `metadata` are there after the block.
+    `PreprocessJob.open_outputs` yields it. The block fills the `writers`, `removed` (number of
+    duplicates of each key, at first 0) and `counts` of the whole input; `metadata` are there after
+    the block.
     """
 
     writers: list[IndexedWriter]
@@ -123,8 +124,7 @@ class PreprocessJob:
         Args:
             tokenize: Function of a pool, see `start_workers`.
             writers: Writer of each JSON key, to which documents are added; not finished.
-            band_keys: List of each key that gets the documents' band keys; [] without
-                deduplication.
+            band_keys: List of each key, to which band keys are added; [] without deduplication.
             ranges: Ranges of the input; None: all of it.
             report: Called after each block with bytes on disk of `ranges` and counts until then,
                 and the mean MB/s of decompressed text.
@@ -159,8 +159,8 @@ class PreprocessJob:
     def write_corpora(self) -> list[CorpusMetadata]:
         """Tokenize the input in one go, write all corpora and return their metadata.
 
-        The metadata are in the order of the JSON keys. Errors are those of `tokenize_ranges` and
-        `open_outputs`.
+        The metadata are in the order of the JSON keys. Errors are those of `tokenize_ranges`,
+        `open_outputs` and `refuse_outputs`.
         """
         with (
             self.start_workers(self.settings.workers) as tokenize,
@@ -185,14 +185,14 @@ class PreprocessJob:
         """Yield all corpora to fill; after the `with` block write metadata and rename.
 
         The block fills the writers and sets `counts`, and does not finish the writers. If the block
-        fails, no file appears.
+        fails, no file appears. Existing files are replaced unless `check` refuses.
 
         Args:
             check: Called before renaming with the sha256 of each file by name; it may refuse by
                 raising an error.
 
         Raises:
-            InputError: A corpus has no document.
+            InputError: A corpus has no document, or a file cannot be written.
         """
         count = len(self.prefixes)
         hashes: dict[str, str] = {}

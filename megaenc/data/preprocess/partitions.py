@@ -134,7 +134,8 @@ def write_missing(
 def merge_partitions(job: PreprocessJob, directory: WorkDirectory) -> list[CorpusMetadata]:
     """Merge all partitions in `directory`, remove it and return all metadata.
 
-    If another process merges, wait for it.
+    The job's corpora appear, and the metadata are in the order of their keys. If another process
+    merges, wait for it.
 
     Raises:
         FileNotFoundError: Another process has merged and removed `directory`.

@@ -85,7 +85,7 @@ class WorkDirectory:
         The directory appears with its plan by one rename.
 
         Raises:
-            InputError: It holds foreign files or another plan.
+            InputError: It holds foreign files or another plan, or cannot be written.
         """
         plan = self.path / _PLAN
         while True:
@@ -146,7 +146,7 @@ class WorkDirectory:
         it.
 
         Raises:
-            InputError: The directory is gone.
+            InputError: The directory is gone, or a file cannot be written.
         """
 
         def check() -> None:
@@ -250,7 +250,7 @@ class WorkDirectory:
             ) from None
 
     def leave(self) -> int:
-        """Return the number of complete partitions, when a process stops after an error.
+        """Return the number of complete partitions; call it when an error ends the work.
 
         The directory is removed if it holds nothing but its plan: no partition and no claim.
         """

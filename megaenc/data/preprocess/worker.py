@@ -18,8 +18,8 @@ class TokenizedBlock:
     """Tokens of the documents of a block, by JSON key, with counts and position.
 
     The lists `tokens`, `lengths`, `counts` and `band_keys` have one array for each key, in the
-    order of `BlockTokenizer.keys`. Documents without tokens are left out of them, separately for
-    each key; `documents` counts them.
+    order of `BlockTokenizer.keys`; `band_keys` is empty without deduplication. Documents without
+    tokens are left out of the arrays, separately for each key; `documents` counts them.
     """
 
     tokens: list[np.ndarray]

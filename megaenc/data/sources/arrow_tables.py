@@ -89,7 +89,10 @@ class ParquetFile(TextSource):
         self._starts = [0, *accumulate(rows)]
 
     def find_split_point(self, offset: int) -> int:
-        """Return the first row group at or after fraction `offset` / `size` of the rows."""
+        """Return the index of the first row group at or after a fraction of the rows.
+
+        The fraction is `offset` / `size`.
+        """
         return bisect.bisect_left(self._starts, offset * self._starts[-1] / max(self.size, 1))
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
@@ -171,7 +174,10 @@ class SavedDatasetFile(TextSource):
             ) from None
 
     def find_split_point(self, offset: int) -> int:
-        """Return the first row at or after fraction `offset` / `size` of the rows."""
+        """Return the index of the first row at or after a fraction of the rows.
+
+        The fraction is `offset` / `size`.
+        """
         return -(-offset * self.end // self.size)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:

@@ -37,7 +37,8 @@ class TextSource(ABC):
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
         """Return the `file_stats` of the files between two split points.
 
-        Each is (path, bytes, modification time in ns). By default, these are all files.
+        Each is (path, bytes, modification time in ns). By default, these are all files of the
+        source; a data set on the Hub has none.
         """
         return self.file_stats
 
@@ -79,8 +80,9 @@ def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
 class LineFile(TextSource):
     """Text source of a JSONL file, or of lines or paragraphs of a text file.
 
-    Each line or paragraph is a document. Split points are bytes at which a line starts; a file that
-    must be read whole has only 0 and 1.
+    Each line or paragraph is a document; blank lines are none. Split points are bytes at which a
+    line starts. Compressed files, paragraphs and encodings other than UTF-8 must be read whole:
+    their split points are 0 and 1.
     """
 
     def __init__(self, path: str, sample_by: str | None, encoding: str = UTF8) -> None:

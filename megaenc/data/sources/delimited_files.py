@@ -26,7 +26,10 @@ MAX_CELL_LENGTH = 1 << 26
 
 @dataclass(frozen=True)
 class RowBlock(TextBlock):
-    """Block of rows of a CSV or TSV file, each a document; `DelimitedFile` yields it."""
+    """Block of rows of a CSV or TSV file, each a document; `DelimitedFile` yields it.
+
+    `parse` takes only the keys that the file was opened with.
+    """
 
     path: str
     rows: list[tuple[int, tuple[str, ...] | InputError]]
@@ -212,7 +215,10 @@ def split_tsv(lines: Iterable[str], delimiter: str = "\t") -> Iterator[tuple[int
 
 
 def format_cell_count(cells: Sequence[str], header: Sequence[str]) -> str:
-    """Return an error message for a row that has not as many cells as the header."""
+    """Return the error of a row with another number of cells than the header.
+
+    It names no place, as in `found 2 columns, expected 3 as in the header`.
+    """
     return f"found {len(cells)} columns, expected {len(header)} as in the header"
 
 

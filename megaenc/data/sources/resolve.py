@@ -99,9 +99,10 @@ class ResolvedInputs:
         return self.size if all(source.is_size_known for source in self.sources) else None
 
     def file_stats(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, bytes, modification time in ns) of each file when resolved.
+        """Yield (path, bytes, modification time in ns) of each file.
 
-        For a Hub data set it is (name, number of files, 0).
+        Size and time are of the moment at which the input was resolved. For a Hub data set it is
+        (name, number of files, 0).
         """
         for source in self.sources:
             yield from source.file_stats or [(source.name, source.end, 0)]

@@ -188,9 +188,12 @@ class FileBlock(TextBlock):
 
     @property
     def size(self) -> int:
-        """Return the number of decompressed bytes of all files.
+        """Return the number of bytes of all files, decompressed and in UTF-8.
 
-        They are read at the first use, and kept.
+        The first use reads the files, whose contents are kept in memory.
+
+        Raises:
+            InputError: A file cannot be read, is broken, or is not in `encoding`.
         """
         return sum(map(len, self._contents))
 
@@ -329,8 +332,7 @@ def read_line_blocks(
             whole paragraphs.
 
     Raises:
-        InputError: The file cannot be read or is damaged, or `stop` is inside a line or after the
-            end, because the file has changed.
+        InputError: The file is unreadable or damaged, or changed, so that `stop` does not fit.
     """
     first_line = 1
     with open_decompressed(path, encoding) as (raw, stream):
@@ -410,9 +412,10 @@ def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def format_missing_key(kind: str, key: str, names: Iterable[str]) -> str:
-    """Return an error message for a missing key or column.
+    """Return an error message for a missing key or column, without place.
 
-    It has the `names` that exist and the flag that selects one; `kind` is `key` or `column`.
+    It is such as "no key `text`; found `id`, `body`; set --json-key" with the first of `names`;
+    `kind` is `key` or `column`.
     """
     return f"no {kind} `{key}`; found {format_names(names)}; set --json-key"
 
@@ -430,7 +433,7 @@ def check_columns(name: str, columns: Sequence[str], keys: Sequence[str]) -> Non
 def format_names(names: Iterable[str]) -> str:
     """Return the first eight names in backquotes, joined by commas, for errors.
 
-    `no key at all` if there are none.
+    It is `no key at all` if there are none.
     """
     return ", ".join(f"`{name}`" for name in list(names)[:8]) or "no key at all"
 

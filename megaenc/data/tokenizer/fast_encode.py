@@ -61,8 +61,8 @@ def load_backend(tokenizer_json: str) -> Tokenizer:
 class FastEncoder:
     """Encoder of documents by gigatoken if its ids match, else by tokenizers.
 
-    Called with texts, it returns their ids without special tokens. It is picklable, and needs no
-    transformers.
+    It is built from the text of a tokenizer.json. Called with texts, it returns the ids of each as
+    uint32[tokens], without special tokens. It is picklable, and needs no transformers.
     """
 
     def __init__(self, tokenizer_json: str, use_gigatoken: bool | None = None) -> None:

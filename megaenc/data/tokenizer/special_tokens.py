@@ -79,6 +79,8 @@ class SpecialTokens:
 def read_template(tokenizer: "PreTrainedTokenizerFast") -> SpecialTokens:
     """Return the special tokens that the tokenizer itself puts around one text.
 
+    Their mode is `template`, also if there are none.
+
     Raises:
         InputError: No text has a token.
     """
@@ -116,13 +118,14 @@ def resolve_special_tokens(
 
     `none` gives none. `eod` appends the tokenizer's `eos_token`, or else its `sep_token`.
     `template`, and an empty `mode`, give the template of the tokenizer; if that adds nothing,
-    `eod`. An empty `mode` is `none` for a tokenizer without any token to add.
+    `eod`. An empty `mode` is `none` for a tokenizer without any token to add. The result has the
+    mode that applied.
 
     Args:
         flag: Flag of the mode, which the error names.
 
     Raises:
-        InputError: The mode is `template` or `eod`, and the tokenizer has no token to add.
+        InputError: A `mode` other than `none` and "" finds no token to add, or no text has a token.
     """
     if mode == "none":
         return SpecialTokens()

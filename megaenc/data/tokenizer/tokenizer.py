@@ -57,7 +57,7 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
 
     Raises:
         InputError: It is missing, unreadable, or no fast tokenizer (one with tokenizer.json); the
-            message begins with `flag`, which names it.
+            message begins with `flag`, which names it, or with the bad file.
     """
     name = str(name_or_dir)
     directory = Path(name)
@@ -237,13 +237,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     """Train and return a byte-level BPE tokenizer of at most `vocab_size` ids.
 
     The same `texts` give the same one. `<|eos|>` (id 0) ends documents and pads, `<|mask|>` (id 1)
-    hides a token. Encoding and decoding preserve any text. Small corpora may give fewer ids. Longer
-    words than MAX_WORD_BYTES are cut there, only for training. A signal ends the training at once.
+    hides a token with the space before it. Encoding and decoding preserve any text, except spaces
+    before `<|mask|>`. Small corpora may give fewer ids. Words are cut at MAX_WORD_BYTES, only for
+    training. An exception of a signal handler, such as KeyboardInterrupt, ends the training within
+    about a second and is raised.
 
     Args:
         texts: Documents, read once.
-        vocab_size: At least MIN_VOCABULARY (258), which is not checked: lower values give as many
-            ids.
+        vocab_size: At least MIN_VOCABULARY (258), which is not checked: lower values give as many.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

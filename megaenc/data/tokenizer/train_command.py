@@ -42,7 +42,7 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
     It is written to the directory `settings.output`, which must be empty or missing.
 
     Raises:
-        InputError: Input or output is unusable.
+        InputError: Input or output is unusable, or the input has no document.
     """
     output = Path(settings.output)
     refuse_existing(output, "--output")
@@ -79,7 +79,7 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc tokenizer`: train a tokenizer on the input and write its directory.
 
-    `argv` are the flags; None: those of this process.
+    `argv` are the flags; None: those of this process. Wrong input exits with 2.
     """
     silence_libraries()
     settings = flags.parse(

@@ -25,18 +25,17 @@ _SIGN_BYTES = b"\xc2\xe2\xef\xf0"
 def compute_word_codes(backend: Tokenizer, size: int) -> bytes:
     """Return `Vocabulary.word_codes` of a tokenizer with `size` ids.
 
-    It is empty if the tokens do not show where words begin. A word is a pre-token: a piece of text
-    that the tokenizer never joins with its neighbours. Tokens show it as follows.
+    It is empty if the tokens do not show where words begin. A word is a pre-token: text that the
+    tokenizer never joins with its neighbours. Added tokens, such as special ones, are words of
+    their own; others show words as follows.
 
+    - WordPiece: the tokens without `##` begin words;
+    - SentencePiece and metaspace: tokens with `▁`, and the first ones of a line, begin words;
+      punctuation belongs to the word before it;
     - byte-level BPE: the tokenizer's own pre-tokenizer splits, or not, a text that ends as the
       token before (`TokenEnd`) from the token's first characters. So words differ if a split
       depends on more: an apostrophe that opens a quotation, the number of digits or signs in a row,
-      the kind of a character of which the token holds the first bytes only;
-    - WordPiece: the tokens without `##` begin words, which is exact;
-    - SentencePiece and metaspace: tokens with `▁`, and the first ones of a line, begin words;
-      punctuation belongs to the word before it.
-
-    Added tokens, such as special ones, are words of their own.
+      the kind of a character of which the token holds the first bytes only.
     """
     model = backend.model
     pre_tokenizer = backend.pre_tokenizer
