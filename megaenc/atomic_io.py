@@ -276,8 +276,9 @@ class FileLock:
         A missing file is created.
 
         Raises:
-            OSError: The file cannot be created; or the file system does not support locks, if the
-                error's `filename` is None.
+            OSError: The file cannot be created. If the error's `filename` is None, the file system
+                does not support locks or, with errno ESTALE, other processes keep replacing the
+                file.
         """
         for _ in range(_LOCK_ATTEMPTS):
             try:

@@ -143,9 +143,10 @@ def _ignore_closed_output() -> Iterator[None]:
 
 
 class ProgressRow(NamedTuple):
-    """Row of `ProgressLine.update`: `text`, `stage`, a bar, and `tail` behind the bar.
+    """Row of `ProgressLine.update`: `text`, `done`, `total`, `tail` and `stage`.
 
-    The bar is for `done` of `total`, in any unit; a `total` of None is unknown.
+    It displays text, stage, a bar for `done` of `total`, in any unit, and the tail behind the bar.
+    A `total` of None is unknown.
     """
 
     text: str

@@ -241,7 +241,7 @@ def truncate_normals(values: np.ndarray, cutoff: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SampleRandomness:
-    """Random numbers of one `sample` in one `epoch` under a run's `seed`.
+    """Random numbers that a run with `seed` has for one `sample` in one `epoch`.
 
     An objective draws from it. Each purpose, a text that names the use, has an independent stream,
     which is the same at each call and on every rank.

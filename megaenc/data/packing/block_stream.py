@@ -29,7 +29,8 @@ class DocumentBlocks:
     """Part of a corpus, in blocks of `size` consecutive documents.
 
     `indices`, int64[B], are the 0-based indices of its blocks in the corpus. Block b has the
-    documents b * size to (b + 1) * size - 1; the last block of a corpus may have fewer.
+    documents b * size to (b + 1) * size - 1; the last block of a corpus may have fewer. `len` is
+    size * B, the number of documents at most.
     """
 
     size: int

@@ -24,9 +24,9 @@ _PROBED_TOKENS = 1000  # of the vocabulary, to find a text that has a token
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of special tokens `before` and `after` each text, and their `mode`.
+    """Mode of --special-tokens, and the token ids `before` and `after` each text.
 
-    The mode of --special-tokens chose them. Without arguments there are none.
+    Without arguments the `mode` is `none`, and there are no tokens.
     """
 
     mode: SpecialTokensMode = "none"
