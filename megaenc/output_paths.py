@@ -37,7 +37,7 @@ def refuse_existing(path: Path, flag: str) -> None:
 
 
 def report_stale_files(*paths: Path) -> None:
-    """Print the temporary files of `paths` that are there, as stopped runs leave them.
+    """Print the existing temporary files for `paths`, such as stopped runs leave.
 
     Only rank 0 prints, nothing if there are none. All paths are in one directory. Files of a live
     writer are printed too, and none is removed: a process id in the name may now belong to another
