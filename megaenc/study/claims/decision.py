@@ -36,8 +36,8 @@ averages over the published base and continued models."""
 class TestScope:
     """Models that a claim is tested on, and the noise between pretraining runs.
 
-    `judge` builds two for each claim: one with `noise` None, for the trained models, and one with
-    the noise, for another pretraining run of the same recipes.
+    `judge` builds two of the same `models` for each claim: one with `noise` None, for these trained
+    models, and one with a RunNoise, for another pretraining run of the same recipes.
     """
 
     __test__ = False  # pytest collects classes by name
@@ -55,15 +55,15 @@ class TestScope:
     ) -> Comparison:
         """Test a weighted sum of contrasts against 0 in this scope.
 
-        The result is that of `compare_contrasts`, with uncorrected p.
+        The result is that of `compare_contrasts` with the `noise` of the scope; its p is
+        uncorrected.
 
         Args:
             contrasts: At least one.
-            borrowed: Variances by `between_run_variance`, for contrasts that have one pretraining
-                run each. They are used only if a task family of `contrasts` has them, or a contrast
-                has several runs.
+            borrowed: Variances by `between_run_variance`. They are ignored if all contrasts have
+                one pretraining run and are of families without a variance of their own.
             weights: A weight per contrast, in order; None for the mean of the contrasts.
-            unit: Unit of the difference in the result.
+            unit: Unit of the result. Scores are fractions for "points", else already in `unit`.
         """
         is_lent = any(
             len(contrast.pretraining_seeds) > 1 or contrast.family in borrowed
@@ -76,10 +76,12 @@ class TestScope:
 class PendingVerdict:
     """Test result of a claim before p is corrected over all claims.
 
-    The `judge_...` functions return it. `comparisons` has one Comparison per contrast, `overall`
-    all of them pooled (None if the claim does not pool), `p` the uncorrected p of the claim (NaN if
-    unknown), and `outcome` the verdict if that p is significant after correction. Without
-    comparisons, the results do not suffice for the claim.
+    The `judge_...` functions return it; if the results do not suffice for the claim, `comparisons`
+    is empty, `overall` None and `p` NaN. `comparisons` has one Comparison per contrast, `overall`
+    the deciding ones pooled (None if the claim does not pool), `p` the uncorrected p of the claim
+    (NaN if unknown), and `outcome` the verdict if that p is significant after correction.
+    `families` has a pooled Comparison per task family; it is empty for a single one, and `decisive`
+    then has the comparisons that may contradict the outcome.
     """
 
     comparisons: list[Comparison] = field(default_factory=list)
@@ -99,14 +101,18 @@ class PendingVerdict:
     """results that the test needs, if other than the claim's usual requirement"""
 
     def with_note(self, note: str) -> "PendingVerdict":
-        """Return a copy with `note` after its own note, separated by a semicolon."""
+        """Return a copy with `note` after its own note.
+
+        They are separated by a semicolon if neither is empty.
+        """
         return replace(self, note="; ".join(filter(None, (self.note, note))))
 
     def decide(self, p: float, tests: int = 1) -> Outcome:
         """Return the verdict of the claim from its corrected `p`.
 
-        It is `outcome` for p below 0.05, else `not resolved`; but `mixed` if significant families
-        or decisive comparisons contradict the outcome or each other, also with p NaN.
+        It is `outcome` for p below 0.05, else `not resolved`. But it is `mixed` if significant
+        families or decisive comparisons contradict each other, whatever p is, or contradict the
+        outcome of a p below 0.05.
 
         Args:
             p: p of the claim, corrected over all claims; NaN if unknown.
@@ -128,6 +134,8 @@ ClaimTest = Callable[[TestScope], PendingVerdict]
 
 def format_difference(difference: float, unit: Unit = "points") -> str:
     """Format a difference with sign, two decimals and unit, such as `+0.12 points`.
+
+    NaN becomes `+nan`.
 
     Args:
         difference: Difference in `unit`; one point is 0.01 of a score from 0 to 1.
@@ -166,7 +174,7 @@ def family_weights(contrasts: Sequence[Contrast]) -> list[float]:
     """Return a weight per contrast by which task families count equally.
 
     Within a family, its contrasts count equally. Weights are in the order of `contrasts` and add up
-    to 1.
+    to 1; there are none without contrasts.
     """
     counts = Counter(contrast.family for contrast in contrasts)
     return [1 / (len(counts) * counts[contrast.family]) for contrast in contrasts]
@@ -175,13 +183,15 @@ def family_weights(contrasts: Sequence[Contrast]) -> list[float]:
 def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
     """Test a claim and, if compared models have collapsed, also without them.
 
-    A model has collapsed in a task family if half or more of its fine-tuning runs give worthless
-    predictions; the second test leaves out its scores in that family. The result is that of the
-    first test with the larger p of both (1 if the outcomes differ) and a note on the second.
+    A model has collapsed on a data set if half or more of its fine-tuning runs give worthless
+    predictions; the second test leaves out its scores in that task family. The result is that of
+    the first test, with a note on the second if there is one. Its p is then the larger of both (NaN
+    if either is, else 1 if the outcomes differ), unless nothing is left without collapsed models.
 
     Args:
-        test: One of the `judge_...` functions, which take a scope.
-        scope: Models to test, all of them first.
+        test: A `judge_...` function of this package, with arguments other than the scope bound by
+            `functools.partial`.
+        scope: Models of the first test, and the noise between pretraining runs in both.
     """
     draft = test(scope)
     compared = [
@@ -244,10 +254,10 @@ def judge_direction(
 ) -> PendingVerdict:
     """Test that the left side is above the right, for each contrast and pooled.
 
-    The result has the two-sided p of the pooled difference, uncorrected, and the outcome `holds` if
-    that difference is positive, else `reversed`. It has no comparisons without contrasts. Task
-    families count equally; several in points are pooled in standard deviations over the study's
-    models.
+    p is that of the pooled difference, two-sided and uncorrected; the outcome is `holds` if that
+    difference is positive, else `reversed`. Without contrasts there are no comparisons, p is NaN
+    and the outcome `not resolved`. Task families count equally; several in points are pooled in
+    standard deviations over the study's models, or in points, with a note, if one is unknown.
 
     Args:
         note: Text for the reason of the verdict.
@@ -298,16 +308,17 @@ def judge_direction(
 def judge_equality(
     scope: TestScope, contrasts: list[Contrast], at_least: bool = False, note: str = ""
 ) -> PendingVerdict:
-    """Test that each task family differs by less than its EQUALITY_MARGINS.
+    """Test that each task family differs by less than its margin in EQUALITY_MARGINS.
 
-    Each family has two one-sided tests, which must all be significant: p is the largest of them.
-    The outcome is `holds`, or `reversed` if a family differs by more than its margin, by a
-    one-sided test.
+    The outcome is `holds`, and p the largest of two one-sided tests of each family; if a family is
+    significantly beyond its margin, the outcome is `reversed`, and p that of the clearest such
+    family. p is uncorrected over claims. Without contrasts there are no comparisons, p is NaN and
+    the outcome `not resolved`.
 
     Args:
-        contrasts: Of SC, TC, QA or IR, which have margins; if empty, the result has no comparisons.
+        contrasts: Those of SC, TC, QA or IR, which have margins, as fractions.
         at_least: Test only that left is not lower than right by the margin.
-        note: Text for the reason of the verdict.
+        note: Text for the reason of the verdict, before one on the margins.
     """
     if not contrasts:
         return PendingVerdict(note=note)

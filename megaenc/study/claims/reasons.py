@@ -29,13 +29,12 @@ def format_reason(
     The result is one line of sentences.
 
     Args:
-        models: All models of the scores; those without a pair are counted.
+        models: All evaluated models; a sentence counts those that lack a pair of the same seed.
         draft: Test for these trained models, with at least one comparison.
-        p: p of the claim, corrected over `claims`; NaN if unknown.
-        claims: Number of claims with a p.
+        p: p of the claim, corrected over `claims`, the number of claims with a p; NaN if unknown.
         verdict: Outcome for these trained models.
         another_run: Outcome for another pretraining run, with the corrected p `p_another_run`.
-        noise: Noise between pretraining runs.
+        noise: Noise between pretraining runs, named in the sentence on another run.
     """
     families = []
     for comparison in draft.families:

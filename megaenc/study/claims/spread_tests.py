@@ -27,10 +27,12 @@ MIN_SEEDS = 3
 def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
     """Test claim 3: scores vary more over the fine-tuning rates for MLM than for CLM.
 
-    There is a contrast for each size and data set: the difference of both variances between
-    learning rates over their sum, so that every data set counts with at most 1 (unit "share").
-    Models are the pairs of `ModelSelector.final_pairs`; without results at two rates and two seeds
-    that both share, the result has no comparisons. Its p is uncorrected.
+    There is a contrast for each size and data set: the variance between learning rates of MLM, less
+    that of CLM, over the sum of both sides' variances (unit "share"), so that no data set counts
+    with more than 1. Models are the pairs of `ModelSelector.final_pairs`; without results at two
+    rates and two fine-tuning seeds that both share, the result has no comparisons. Its p is
+    uncorrected. It is NaN if the only pretraining run has two such seeds, and with `scope.noise` if
+    models of one run each have one size.
     """
     models = scope.models
     evidence = models.evidence
@@ -142,10 +144,12 @@ def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, i
 def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
     """Test claim 6c: scores vary less over the mask ratios after CLM than without CLM.
 
-    There is a contrast for each task family, size, number of steps and of CLM steps: the difference
-    of both variances between mask ratios over their sum (unit "share"). Both sides, MLM only and
-    CLM then MLM, have the same three or more ratios; without them the result has no comparisons.
-    Its p is uncorrected.
+    There is a contrast for each task family, size, number of steps and of CLM steps: the variance
+    between mask ratios of MLM only, less that of CLM then MLM, over the sum of both sides'
+    variances (unit "share"). Models are finished, and both sides have the same three or more ratios
+    and two or more fine-tuning seeds; without them the result has no comparisons. Its p is
+    uncorrected. It is NaN if the only pretraining run has two such seeds, and with `scope.noise` if
+    models of one run each have one size.
     """
     models = scope.models
     by_schedule: dict[tuple[str, int, int], dict[int, dict[float, ModelKey]]] = defaultdict(

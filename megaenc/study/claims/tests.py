@@ -62,17 +62,18 @@ def judge_mlm_above_clm(scope: TestScope, family: str) -> PendingVerdict:
     the sizes are pooled. Without a pair the result has no comparisons. Its p is uncorrected.
 
     Args:
-        family: Code of the task family; ZS is zero-shot retrieval.
+        family: SC (sequence classification), QA (question answering) or ZS (zero-shot retrieval);
+            other codes of task families are tested too.
     """
     return judge_direction(scope, _mlm_minus_clm(scope.models, family))
 
 
 def judge_mlm_equals_clm(scope: TestScope) -> PendingVerdict:
-    """Test claim 1c: MLM and CLM are about equal on TC at equal steps.
+    """Test claim 1c: MLM and CLM are about equal on token classification.
 
-    Each size is tested, and all pooled: the difference is less than EQUALITY_MARGINS. Models are
-    those of `ModelSelector.final_pairs`; without a pair the result has no comparisons. Its p is
-    uncorrected.
+    Each size is compared, and all sizes pooled decide: the difference must be less than the TC
+    margin of EQUALITY_MARGINS. Models are the pairs of `ModelSelector.final_pairs`, of equal steps;
+    without a pair the result has no comparisons. Its p is uncorrected.
     """
     return judge_equality(scope, _mlm_minus_clm(scope.models, TaskFamily.TC))
 
@@ -80,10 +81,10 @@ def judge_mlm_equals_clm(scope: TestScope) -> PendingVerdict:
 def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> PendingVerdict:
     """Test claim 1d or 1e: the gap between MLM and CLM narrows or widens with size.
 
-    The gap is the score of MLM less that of CLM, at equal steps. It must exist and change with the
-    rank of the size: the larger p of both tests counts, uncorrected. The result has no comparisons
-    below two sizes, and only a requirement if the order of the sizes is unknown or their data sets
-    differ.
+    The gap is the score of MLM less that of CLM at equal steps, or CLM less MLM if CLM is ahead on
+    average over the sizes. It must exist and change with the rank of the size: the larger p of both
+    tests counts, uncorrected. There are no comparisons below two sizes; nor, with a text in
+    `requirement`, if the order of the sizes is unknown or their data sets differ.
 
     Args:
         family: Code of the task family of the scores.
@@ -136,9 +137,10 @@ def _trend_weights(positions: Sequence[float]) -> list[float]:
 def judge_early_steps(scope: TestScope) -> PendingVerdict:
     """Test claim 2: CLM is above MLM at equal steps early in training.
 
-    Intermediate checkpoints in the first quarter of the longest run of their size count; without a
-    pair of them the result has no comparisons. Its p is uncorrected, and its note has the step from
-    which MLM is ahead.
+    There is a contrast for each size, step and family of SC, TC, QA and IR; all are pooled. Early
+    are intermediate checkpoints in the first quarter of the longest planned run of their size;
+    without a pair of them the result has no comparisons. Its p is uncorrected. Its note has the
+    step from which MLM stays ahead, by size and family, or that CLM is still ahead.
     """
     models = scope.models
     pairs = models.match_pairs(
@@ -235,7 +237,8 @@ def judge_clm_quarter(
 ) -> PendingVerdict:
     """Test claim 4a or 4c (ZS): 20 to 30 % CLM and then MLM is above MLM only.
 
-    Both sides are finished models with the same size, steps, mask ratio and seed; without a pair
+    The percentage is that of the steps; the nearest to 25 % counts. Both sides are finished models
+    without continued pretraining, with the same size, steps, mask ratio and seed; without a pair
     the result has no comparisons. Its p is uncorrected.
 
     Args:
@@ -247,8 +250,9 @@ def judge_clm_quarter(
 def judge_clm_three_quarters(scope: TestScope) -> PendingVerdict:
     """Test claim 4b: 70 to 85 % CLM and then MLM is not lower than MLM only.
 
-    Not lower means by less than EQUALITY_MARGINS, in each of SC, TC, QA and IR. Both sides are
-    finished models with the same size, steps, mask ratio and seed; without a pair the result has no
+    The percentage is that of the steps; the nearest to 75 % counts. Not lower means by less than
+    EQUALITY_MARGINS, in each of SC, TC, QA and IR. Both sides are finished models without continued
+    pretraining, with the same size, steps, mask ratio and seed; without a pair the result has no
     comparisons. Its p is uncorrected.
     """
     return judge_equality(scope, _clm_fraction_contrasts(scope.models, 0.75), at_least=True)
@@ -287,9 +291,10 @@ def judge_continued_pretraining(
 ) -> PendingVerdict:
     """Test claim 5a or 5c (ZS): MLM ends higher on a CLM than on an MLM model.
 
-    Both models are finished, and continued with MLM for as many steps. All continuations are
-    compared; the longest decides. Without a pair the result has no comparisons. Its p is
-    uncorrected.
+    Both models are finished, and have as many steps before and of continued MLM, at one mask ratio.
+    All continuations are compared; for each size, steps before and ratio, the longest decides, and
+    the note has the differences of shorter ones. Without a pair the result has no comparisons. Its
+    p is uncorrected.
 
     Args:
         families: Codes of the task families to compare; by default SC, TC, QA and IR.
@@ -327,9 +332,10 @@ def judge_continued_pretraining(
 def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
     """Test claim 5b: half of a continuation with MLM makes CLM as good as MLM.
 
-    Both models are continued for the same number of steps, about half of the longest continuation
-    (HALF_FRACTION_RANGE). MLM on CLM must not be lower than more MLM on MLM by EQUALITY_MARGINS.
-    Without such a pair the result has no comparisons. Its p is uncorrected.
+    Both models are continued for the same number of steps, about half (HALF_FRACTION_RANGE) of the
+    longest continuation with their size, steps before and mask ratio. MLM on CLM must not be lower
+    than more MLM on MLM by EQUALITY_MARGINS, in each of SC, TC, QA and IR. Without such a pair the
+    result has no comparisons. Its p is uncorrected.
     """
     by_place = _continued_contrasts(scope.models)
     lengths: dict[tuple, list[int]] = defaultdict(list)
@@ -380,8 +386,9 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
 
     It holds if each ratio is significantly beaten by another one in some task family at some size;
     it is reversed if one never is and is above each other ratio overall. Models are finished, MLM
-    only, of one size and the most steps with several ratios; without two ratios there are no
-    comparisons. p is uncorrected over claims.
+    only and, for each size, of the most steps with several ratios; without two ratios there are no
+    comparisons. The better ratio is the left side of each comparison, and `overall` is None. p is
+    uncorrected over claims.
     """
     models = scope.models
     contrasts: list[Contrast] = []
@@ -461,9 +468,10 @@ def _describe_defeat(worst: Comparison | None) -> str:
 def judge_high_ratios(scope: TestScope) -> PendingVerdict:
     """Test claim 6b: retrieval prefers high mask ratios.
 
-    A contrast, for each size with three or more ratios, is the change of the IR score from the
-    lowest to the highest ratio along a fitted line. Models are finished and MLM only; without them
-    the result has no comparisons. Its p is uncorrected.
+    A contrast, for each size with three or more ratios, is the change of the IR (retrieval) score
+    from the lowest to the highest ratio along a fitted line. Models are finished, MLM only and of
+    the most steps with several ratios; without them the result has no comparisons. Its p is
+    uncorrected.
     """
     evidence = scope.models.evidence
     counted = [

@@ -30,9 +30,11 @@ from megaenc.study.stats.run_noise import RunNoise, estimate_run_noise
 class Verdict:
     """Outcome and reasons of a claim, or of a part of one, as `judge` returns it.
 
-    `verdict` is the outcome for these trained models, `another_run` that for another pretraining
-    run of the same recipes. `p_adjusted` of `comparisons` and of `families` is corrected over each
-    list, that of `overall` over the claims, as is `p_another_run`.
+    `claim` is its number, `part` a letter or "". `verdict` is the outcome for these trained models,
+    `another_run` that for another pretraining run of the same recipes. `p_adjusted` of
+    `comparisons` and of `families` is corrected over each list, that of `overall` over the claims,
+    as is `p_another_run`. For `no data` the lists are empty, `overall` is None, and `reason` names
+    the missing results.
     """
 
     claim: int
@@ -73,7 +75,9 @@ class Verdict:
 class StudyClaim:
     """Claim, or a part of one, with its question and the test that decides it.
 
-    `test` takes a TestScope and returns a PendingVerdict; the other fields are text.
+    `test` takes a TestScope and returns a PendingVerdict. The other fields are text: `name`, such
+    as 1a, `title`, `question` (in which `{mlm}` is to be replaced), and `requirement`, the results
+    that the test needs.
     """
 
     name: str
@@ -289,10 +293,10 @@ def judge(
 
     Args:
         evidence: Fine-tuning scores, of `read_evidence`, `published` or `raw`.
-        noise: Noise between pretraining runs for models that were pretrained once; by default
-            estimated from the curves over mask ratios.
+        noise: Noise between pretraining runs for models that were pretrained once; None to estimate
+            it from the curves over mask ratios.
         zero_shot: Scores of zero-shot retrieval (`ZeroShotResults.build_evidence`), which add the
-            parts 1f, 4c and 5c.
+            parts 1f, 4c and 5c; None to leave these out.
     """
     drafts: list[_TestedClaim] = []
     for scores, claims in ((evidence, _CLAIMS), (zero_shot, _ZERO_SHOT_CLAIMS)):

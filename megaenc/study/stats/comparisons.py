@@ -36,10 +36,11 @@ ModelPairs = dict[int, tuple[ModelKey, ModelKey]]
 class ModelSelector:
     """Selector of the pairs of evaluated models that claims compare.
 
-    Built from all scores of a study, without models that have an objective schedule of their own.
-    `model_keys` are the models with a score, `planned_model_keys` those of the manifest too.
-    `ratio` is the reference mask ratio (0 to 1; None without MLM), from the planned models. `mlm`
-    and `clm` are the names of the sides, such as "MLM 40 %".
+    It is built from an Evidence, all scores of a study. Models with an objective schedule of their
+    own are not in it: `model_keys` are the others with a score, `planned_model_keys` those of the
+    manifest too. `ratio` is the reference mask ratio of the planned models (0 to 1; None without
+    MLM). `mlm`, such as "MLM 40 %" or, without a ratio, "MLM", and `clm` are the names of the
+    sides.
     """
 
     def __init__(self, evidence: Evidence) -> None:
@@ -82,16 +83,15 @@ class ModelSelector:
     ) -> dict[tuple, ModelPairs]:
         """Return the pairs of models that have the same shared key and pretraining seed.
 
+        (left, right) is by shared key, then by pretraining seed; of several candidates for a side,
+        the first counts. Keys and seeds without a pair are left out.
+
         Args:
             is_left: Function that tells whether a model belongs to the left side.
             is_right: The same for the right side.
             shared_key: Function to a model's properties that both sides share; by default (size,
                 steps).
             model_keys: Candidates; by default all evaluated models without a schedule.
-
-        Returns:
-            (left, right) by shared key, then by pretraining seed; of several candidates for a side,
-            the first.
         """
         candidates: dict[tuple, dict[int, list[ModelKey | None]]] = defaultdict(
             lambda: defaultdict(lambda: [None, None])
@@ -151,8 +151,8 @@ class ModelSelector:
         data sets.
 
         Returns:
-            A new contrast in the unit "SD"; None if a standard deviation is unknown, or a data set
-            of an average has no score.
+            A new contrast, to be compared in the unit "SD"; None if a standard deviation is
+            unknown, or a data set of an average has no score.
         """
         terms = {}
         for seed, seed_terms in contrast.terms.items():
@@ -196,9 +196,10 @@ def is_clm_only(key: ModelKey) -> bool:
 class Comparison:
     """Tested score difference, left less right, on one data set or pooled.
 
-    `compare_contrasts` builds it. `difference`, `low` and `high` are in `unit`, `test` is in
-    fractions (or in `unit`, if that is not points). `p` is two-sided and uncorrected, `p_adjusted`
-    corrected.
+    `compare_contrasts` builds it. `left` and `right` name the sides; `difference` and its 95 %
+    interval, `low` to `high`, are in `unit`, `test` is in fractions (or in `unit`, if that is not
+    points). `p` is two-sided and uncorrected, NaN if the chance variation is unknown. `p_adjusted`
+    equals it and `verdict` is "not resolved" until they are set by `adjust_comparisons`.
     """
 
     left: str
