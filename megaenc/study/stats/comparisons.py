@@ -245,7 +245,7 @@ class Comparison:
     def low(self) -> float:
         """Return the lower end of the 95 % interval in `unit`; NaN if unknown.
 
-        With one seed it covers the examples only.
+        With one seed it covers the examples only, and without example scores it is NaN.
         """
         return self.scale * self.test.low
 
@@ -253,7 +253,7 @@ class Comparison:
     def high(self) -> float:
         """Return the upper end of the 95 % interval in `unit`; NaN if unknown.
 
-        With one seed it covers the examples only.
+        With one seed it covers the examples only, and without example scores it is NaN.
         """
         return self.scale * self.test.high
 
@@ -279,8 +279,9 @@ class Contrast:
 
     `build_contrasts` builds it. `terms` has the (weight, score) pairs of each seed, positive for
     the left side, whose sum is tested. `names` are those of the left and the right side, `where`
-    what they share, such as "610M, 42,000 steps", `family` the code of the task family, and
-    `dataset` a data set or a label of several.
+    what they share, such as "610M, 42,000 steps", `size` the model size, `family` the code of the
+    task family, and `dataset` a data set or a label of several. `source` has the original scores if
+    those of `terms` are derived from them, else it is empty.
     """
 
     names: tuple[str, str]
@@ -330,7 +331,7 @@ def family_terms(
     """Return weighted scores that add up to each model's mean on a task family.
 
     The mean is the family's average if all models have it over the same data sets, else that over
-    the data sets that all models have: the study's own if all three are among them.
+    the data sets that all models have: only the study's own three if all are among them.
 
     Args:
         family: Code of the task family, such as SC.
@@ -425,7 +426,8 @@ def adjust_comparisons(comparisons: Sequence[Comparison]) -> list[Comparison]:
 def put_better_first(comparison: Comparison) -> Comparison:
     """Return the comparison with the sides swapped if its difference is negative.
 
-    Signs are then flipped, and the verdict `reversed` turns into `holds`.
+    The signs of difference, interval and effect are then flipped, and the verdict `reversed` turns
+    into `holds`; p stays. Others, also with a difference of NaN, are returned unchanged.
     """
     if not comparison.difference < 0:
         return comparison

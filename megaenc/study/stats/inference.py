@@ -24,7 +24,7 @@ _NORMAL_DF = 1e6  # Student's t equals the normal distribution from here on
 class VarianceComponents:
     """Variance of a mean score due to seeds, and due to test examples.
 
-    Both are in squared units of the score, NaN if unknown.
+    `seed_variance` and `example_variance` are in squared units of the score, NaN if unknown.
     """
 
     seed_variance: float
@@ -42,8 +42,9 @@ class VarianceComponents:
 class TestResult:
     """Result of a t test of a difference: 95 % interval, and p for any bound.
 
-    The tests of this module build it. Difference and interval are in the unit of the tested scores.
-    p is NaN if the chance variation between seeds is unknown: for one seed, or if all seeds agree.
+    The tests of this module build it. `difference` and the interval, `low` to `high`, are in the
+    unit of the tested scores. p is NaN if the chance variation between seeds is unknown: for one
+    seed, or if all seeds agree. `seed_count` is 0 if it is not one number.
     """
 
     difference: float
@@ -87,12 +88,18 @@ class TestResult:
 
     @property
     def low(self) -> float:
-        """Return the lower end of the 95 % interval; NaN if nothing varies."""
+        """Return the lower end of the 95 % interval; NaN if nothing varies.
+
+        With one seed it covers the examples only.
+        """
         return self.difference - self._half_width
 
     @property
     def high(self) -> float:
-        """Return the upper end of the 95 % interval; NaN if nothing varies."""
+        """Return the upper end of the 95 % interval; NaN if nothing varies.
+
+        With one seed it covers the examples only.
+        """
         return self.difference + self._half_width
 
 
@@ -117,7 +124,7 @@ def variance_components(
 
 
 def variance_of_mean(scores: np.ndarray) -> float:
-    """Return the variance of the mean of `scores`, float[S]; NaN for a single score.
+    """Return the variance of the mean of `scores`, float[S]; NaN below two scores.
 
     It is the sample variance divided by S.
     """
@@ -164,14 +171,14 @@ def contrast_t_test(
 ) -> TestResult:
     """Test that the mean of scores is 0, by t over seeds, and over seeds and examples.
 
-    Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. One seed gives an
-    interval over its examples, and no p.
+    Degrees of freedom are S - 1 over the seeds, and by Hillis 2007 over both. One seed gives no p,
+    and an interval over its examples, NaN without them.
 
     Args:
-        scores: Scores by seed, float[S], such as differences of two models.
+        scores: Scores by seed, float[S], such as differences of two models; at least one.
         examples: Example scores of each data set, float[S, N]; empty for a test over seeds only.
         run_variances: (variance, degrees of freedom) of the noise between pretraining runs, which
-            is added to that of the seeds.
+            is added to that of the seeds; ignored for one seed.
     """
     parts = variance_components(scores, examples)
     count = len(scores)
@@ -196,13 +203,14 @@ def welch_satterthwaite_test(
     """Test that a difference is 0, by t over seeds, and over seeds and examples.
 
     Degrees of freedom of the sum of variances are by Welch and Satterthwaite; the example variance
-    counts as known (as in Hillis). There is no p if the seed variance is NaN (one seed) or 0.
+    counts as known (as in Hillis). If the seed variance is NaN (one seed) or 0, there is no p, and
+    the interval is over examples only.
 
     Args:
         seed_variances: (variance, degrees of freedom) of each part of the difference, in its
             squared unit.
         example_variance: Variance due to test examples; NaN if unknown, for a test over seeds only.
-        seed_count: Number of seeds that is put into the result; it has no effect on the test.
+        seed_count: Number of seeds to put into the result; it has no effect on the test.
     """
     parts = VarianceComponents(
         math.fsum(variance for variance, _ in seed_variances), example_variance
@@ -231,10 +239,12 @@ def welch_from_intervals(
 
     Args:
         means: Means of independent scores.
-        half_widths: 1.96 * sd / sqrt(seeds) of each mean; NaN if unknown, then there is no p.
+        half_widths: 1.96 * sd / sqrt(seeds) of each mean; if one is NaN (unknown), p and interval
+            are NaN.
         weights: Weight of each mean, such as 1 and -1 for a difference.
-        seeds: Number of seeds of each mean, at least two.
-        run_variances: (variance, degrees of freedom) of the noise between pretraining runs.
+        seeds: Number of seeds behind each mean, the same for all; at least two.
+        run_variances: (variance, degrees of freedom) of the noise between pretraining runs, in
+            squared units of the means; empty to leave it out.
     """
     mean_variances = (np.asarray(weights) * np.asarray(half_widths) / 1.96) ** 2
     variances = [*((variance, seeds - 1) for variance in mean_variances), *run_variances]
@@ -255,14 +265,15 @@ def _t_quantile(df: float | np.ndarray) -> np.ndarray:
 
 
 def largest_p(*p: float) -> float:
-    """Return the largest p; NaN if any is. There must be one."""
+    """Return the largest of one or more p; NaN if any is NaN."""
     return float(np.max(p))
 
 
 def holm_adjust(p: Sequence[float]) -> list[float]:
     """Return Holm's adjusted p values (family-wise error rate) in the same order.
 
-    NaN stays NaN and counts as no test. Source: Scandinavian Journal of Statistics 6, 1979.
+    They are at most 1. NaN stays NaN and counts as no test. Source: Scandinavian Journal of
+    Statistics 6, 1979.
     """
     adjusted = np.array(p, dtype=np.float64)
     # NaN is last
@@ -310,8 +321,8 @@ def t_test_power(
     """Return the power, 0 to 1, of a two-sided t test of a mean at p < 0.05.
 
     The mean has to be significant over seeds, and over seeds and examples. Power is averaged over
-    400 quantiles of the chi-squared distributed variance estimate. It is NaN below two seeds or
-    without variance.
+    400 quantiles of the chi-squared distributed variance estimate. It is NaN below two seeds, and
+    if the seed variance is NaN or both variances are 0; an example variance of NaN counts as 0.
 
     Args:
         difference: True mean; its sign has no effect.
@@ -346,18 +357,16 @@ def required_seeds(
     target_power: float = 0.8,
     max_seeds: int = 10_000,
 ) -> int | None:
-    """Return the fewest seeds with which a two-sided t test has a power.
+    """Return the fewest seeds, two or more, with which a two-sided t test has a power.
 
-    The test is that of `t_test_power`. More seeds never make up for too few examples.
+    The test is that of `t_test_power`. More seeds never make up for too few examples. The result is
+    None if more than `max_seeds` are needed, if the seed variance is NaN, or if both variances are
+    0.
 
     Args:
         difference: True mean; its sign has no effect.
         parts: Variances of a mean over `parts_seed_count` seeds.
         target_power: Power to reach, 0 to 1.
-
-    Returns:
-        The number of seeds, at least 2; None if it is above `max_seeds`, or if the seed variance is
-        NaN.
     """
     if (
         math.isnan(parts.seed_variance)

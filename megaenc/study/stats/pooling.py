@@ -34,9 +34,10 @@ was estimated from."""
 class ScoreRows:
     """Summed scores of the left and the right side, by seed and by example.
 
-    `left` and `right` are float[S], as fractions, by pretraining seed, or by fine-tuning seed if
-    there is only one run. `examples` are their differences, float[S, N], by (task family, data
-    set).
+    `left` and `right` are float[S], in the unit of the scores times their weights, by pretraining
+    seed, or by fine-tuning seed if there is only one run. `examples` are their differences,
+    float[S, N], by (task family, data set), without data sets whose example scores are missing or
+    differ in number.
     """
 
     left: np.ndarray
@@ -53,13 +54,11 @@ class ScoreRows:
 def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
     """Return the variance of contrasts between their pretraining runs, by task family.
 
-    It averages over the contrasts of a family with the same seeds, and over the sets of seeds.
-    Contrasts with one pretraining run or with a collapsed side do not count.
-
-    Returns:
-        The part of each set of seeds by family, and by "" for all families; families without
-        variance are left out. The parts of a family add up to the mean variance, in squared units
-        of the scores. It is the `borrowed` of `compare_contrasts`.
+    Each family has a dict from a set of pretraining seeds to its part of the variance: the mean
+    over its contrasts with these seeds, divided by the number of such sets, so that the parts add
+    up to the mean variance, in squared units of the scores. "" stands for all families together.
+    Contrasts with one pretraining run or with a collapsed side do not count; families that have no
+    other contrasts are left out. The result is the `borrowed` of `compare_contrasts`.
     """
     variances: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
     for contrast in contrasts:
@@ -88,15 +87,16 @@ def compare_contrasts(
 ) -> Comparison:
     """Test one contrast, or a weighted sum of several, against 0.
 
-    The result has p uncorrected: p_adjusted and verdict are set by the caller. Its difference is
-    NaN if the scores have no fine-tuning seed in common.
+    `p_adjusted` of the result is the uncorrected p and `verdict` "not resolved"; the caller sets
+    both. The difference is NaN if the scores have no fine-tuning seed in common.
 
     Args:
         contrasts: At least one.
         borrowed: Variances by `between_run_variance`, for contrasts with one pretraining run each.
-        weights: A weight per contrast, in order; None for their mean.
-        unit: Unit of the difference in the result.
-        noise: Noise between runs for them if `borrowed` is empty; None to test these models only.
+        weights: A weight per contrast, in order, not all 0; None for their mean.
+        unit: Unit of the result. Scores are fractions for "points", else already in `unit`.
+        noise: Noise between runs, if all contrasts have one run and `borrowed` is empty, or if
+            scores are published; None to test these models only.
     """
     weights = weights or [1 / len(contrasts)] * len(contrasts)
     pool = [

@@ -24,9 +24,9 @@ Place = tuple[str, str]
 class RunNoise:
     """Noise of the scores of one pretraining run.
 
-    Either residuals that estimate it (`estimate_run_noise`), or given standard deviations
-    (`parse_run_noise`), which replace them. Without both it is unknown. `source` is text on its
-    origin for the report.
+    It has residuals, from which the noise is estimated (`estimate_run_noise`), or given standard
+    deviations (`parse_run_noise`), which replace them. With neither, as in UNKNOWN_NOISE, variances
+    are NaN. `source` is text on its origin for the report.
     """
 
     residuals: Mapping[Place, np.ndarray] = field(default_factory=dict)
@@ -46,14 +46,11 @@ class RunNoise:
 
         Both are in squared fractions, estimated from the residuals; the variance between runs is
         the first less the second. Given standard deviations replace the residuals and count as
-        fully correlated; their fine-tuning part is 0.
+        fully correlated; their fine-tuning part is 0. The result is (NaN, NaN) if a data set has no
+        residuals, and (NaN, 0) if a task family has no given standard deviation.
 
         Args:
             weights: Weight of each score by (task family, data set).
-
-        Returns:
-            Both variances; NaN and NaN for an unknown data set, and NaN and 0 for a task family
-            without a given standard deviation.
         """
         if self.given:
             std = sum(
@@ -74,8 +71,8 @@ class RunNoise:
         """Return text such as "0.50 points on SC, 0.10 on TC, given".
 
         The numbers are standard deviations between runs, without the part of fine-tuning, of the
-        mean over the data sets of a family; the end is the source. Families without an estimate are
-        left out.
+        mean over the data sets of a family; the end is `source`. Families without an estimate are
+        left out; at least one must have it.
 
         Args:
             families: Codes of task families, such as SC.
@@ -137,12 +134,10 @@ def estimate_run_noise(models: ModelSelector) -> RunNoise:
     """Estimate the noise between runs from MLM scores over the mask ratios.
 
     It is the residuals around smooth curves: each size has its own line, and all sizes share the
-    bend (the quadratic term). Of each size, the largest number of steps at which three or more
-    ratios have models counts, without collapsed models and with one pretraining seed a ratio, the
-    last. Data sets on which some of these models lacks a score are left out.
-
-    Returns:
-        The noise; UNKNOWN_NOISE if there are no residuals.
+    bend (the quadratic term). A curve has the finished MLM-only models of a size with the largest
+    number of steps at which three or more ratios have one, without models that collapsed on any
+    data set; of several pretraining seeds of a ratio, the last counts. Data sets on which one of
+    these models lacks a score are left out. The result is UNKNOWN_NOISE if there are no residuals.
     """
     curves: dict[str, dict[float, ModelKey]] = {}
     collapsed = {score.model_key for score in models.evidence.scores if score.is_collapsed}
