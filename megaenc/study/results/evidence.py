@@ -48,9 +48,12 @@ RateScores = Mapping[float, Mapping[int, float]]
 class Score:
     """Mean score of one model on a data set, or its average over a task family.
 
-    `build_evidence` builds it. Scores are fractions, 0 to 1. `family` is the code SC, TC, QA, IR or
-    ZS. `mean` and `seed_scores` are at the learning rate that was chosen on validation,
-    `rate_scores` at all rates. `half_width` is half the 95 % interval over fine-tuning seeds.
+    Scores are fractions, 0 to 1. `model` is the name, `model_key` None outside the study, `family`
+    the code SC, TC, QA, IR or ZS, and `dataset` a name or AVERAGE. `mean` and `seed_scores` are at
+    the learning rate that was chosen on validation, `rate_scores` at all rates; both mappings are
+    empty for published tables. `half_width` is half the 95 % interval over fine-tuning seeds; None
+    for a single one. `members` has the scores behind an average; it is empty for data sets and
+    published averages.
     """
 
     model: str
@@ -96,7 +99,8 @@ class Score:
     def is_collapsed(self) -> bool:
         """Return whether half or more of the runs at the chosen rate collapsed.
 
-        An average has collapsed if that holds on any of its data sets.
+        An average has collapsed if that holds on any of its data sets. It is False if no scores by
+        seed are known, as for published tables.
         """
         if self.members:
             return any(member.is_collapsed for member in self.members)
@@ -107,7 +111,7 @@ class Score:
         """Return scores by learning rate, ascending, and seed, failed runs included.
 
         A failed run, whose loss became NaN, counts as the trivial baseline; it is left out if that
-        is unknown.
+        is unknown. Of an average, only rates and seeds are in it that all its data sets have.
         """
         if self.members:
             return _mean_rate_scores([member.rate_scores_with_failures for member in self.members])
@@ -120,14 +124,15 @@ class Score:
     def stack_examples(self, seeds: Sequence[int]) -> np.ndarray | None:
         """Return the scores of all test examples for each of `seeds`, at the chosen rate.
 
-        They are fractions, read from the result files once.
+        The array is float32[S, N], as fractions, for S seeds, in that order, and N examples; files
+        are read once. It is None if some scores are missing, if their numbers differ, without
+        seeds, and for averages and published tables.
 
         Args:
             seeds: Fine-tuning seeds.
 
-        Returns:
-            float32[S, N] for S seeds, in that order, and N examples; None if some are missing or if
-            their numbers differ, and for averages.
+        Raises:
+            InputError: A result file has become missing or invalid.
         """
         by_seed = self.load_examples()
         if (
@@ -142,8 +147,9 @@ class Score:
 class GridStatus:
     """State of a model's fine-tuning runs on one data set.
 
-    A grid has a run for each learning rate and seed; `collapsed_by_run` has those that ended.
-    `build_evidence` builds it.
+    A grid has a run for each learning rate and seed, `planned_runs` in all. `collapsed_by_run` has,
+    by (rate, seed) of each run that ended, whether it collapsed or failed; `failed_runs` counts
+    those whose loss became NaN. `build_evidence` builds it.
     """
 
     model: str
@@ -168,7 +174,9 @@ class Evidence:
     """All scores of a study in one metric, with the states of its fine-tuning grids.
 
     `build_evidence` and `read_evidence` build it from results, `published` from the published
-    tables. Without a manifest, `scope` is empty.
+    tables. `scores` is a list of Score, averages included, and `grids` one of GridStatus, also for
+    models without a score; it is empty for published tables. `scope` is what the manifest plans,
+    and empty without a manifest.
     """
 
     scores: list[Score]
@@ -198,7 +206,7 @@ class Evidence:
         """Return the score of a model on a data set; None if there is none.
 
         Args:
-            model: Key of the model, or its name if it has no key.
+            model: Key of the model, or its name if it has no key; others are not found by name.
             dataset: Name as in Score, or AVERAGE.
             family: Code of the task family, such as SC; "" matches any, the first if several.
         """
@@ -225,8 +233,8 @@ class Evidence:
     def planned_model_keys(self) -> list[ModelKey]:
         """Return the keys of all models that the study is about, with or without scores.
 
-        They are those of the manifest, then those with a score whose size the manifest lacks;
-        without a manifest, all with a score.
+        They are those of the manifest, then those with a score whose size the manifest lacks; other
+        models with a score are left out. Without a manifest, they are all with a score.
         """
         planned = self.scope.model_keys.values()
         return [
@@ -260,8 +268,8 @@ class Evidence:
     def reference_mask_ratio(self) -> float | None:
         """Return the mask ratio, 0 to 1, of the MLM models that are compared.
 
-        It is the most frequent one of the planned models, on ties that nearest 0.4; None without
-        any.
+        It is the most frequent one of the planned models without a schedule, on ties that nearest
+        0.4; None without any.
         """
         return reference_mask_ratio(self.planned_model_keys())
 
@@ -283,7 +291,7 @@ def read_evidence(
     metric: str = PAPER_SCORE,
     kind: IntervalKind = "normal",
 ) -> Evidence:
-    """Read the scores of a results directory in one metric.
+    """Read the scores of a results directory in one metric, without a manifest.
 
     Args:
         results: Directory of `megaenc finetune grid`, or of the study's own results.
@@ -292,7 +300,8 @@ def read_evidence(
         kind: 95 % interval over seeds, 1.96 standard errors ("normal") or Student's ("t").
 
     Raises:
-        InputError: There are no results, or no finished run has the metric.
+        InputError: There are no results, one is invalid, or no finished run has the standard
+            metric.
     """
     return build_evidence(read_result_tree(results), model_keys.get, metric, kind)
 
@@ -306,15 +315,15 @@ def build_evidence(
 ) -> Evidence:
     """Build the scores, averages and states of runs in one metric from results.
 
+    Models and data sets that have no rate with every seed finished have no score.
+
     Args:
         results: Fine-tuning results, finished and failed, such as those of `read_result_tree`.
         resolve_model_key: Function from a model's name to its key, or to None if it has none.
-        metric: PAPER_SCORE, or the name of a standard metric.
+        metric: PAPER_SCORE, or the name of a standard metric; InputError if no finished run has it.
         kind: Kind of the 95 % intervals over seeds: 1.96 standard errors, or Student's ("t").
-        scope: What a manifest plans; results outside its grid are ignored.
-
-    Raises:
-        InputError: No finished run has the metric.
+        scope: What a manifest plans. Results of other rates and seeds are ignored, those of other
+            models and data sets are not.
     """
     known = {
         PAPER_SCORE,
@@ -444,9 +453,10 @@ def _mean_rate_scores(parts: Sequence[RateScores]) -> dict[float, dict[int, floa
 def collapsed_by_training(
     grids: Iterable[tuple[Hashable, Mapping[tuple[float, int], bool]]],
 ) -> dict[tuple[Hashable, float, int], bool]:
-    """Return by (training set, rate, seed) whether a run collapsed on any data set.
+    """Return by (training set, rate, seed) whether a run collapsed or failed anywhere.
 
-    One training run may be evaluated on several data sets, each with a GridStatus of its own.
+    One training run may be evaluated on several data sets, each with a GridStatus of its own; one
+    of them suffices.
 
     Args:
         grids: Pairs of a training set (or a tuple with it) and GridStatus.collapsed_by_run.

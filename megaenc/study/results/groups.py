@@ -55,7 +55,9 @@ METRIC_LABELS = {
 def objective_name(model_key: ModelKey) -> str:
     """Return "CLM", "MLM" or "CLM + MLM", or the text of a model's objective schedule.
 
-    It is the objective before continued pretraining.
+    "CLM + MLM" is CLM up to a step, then MLM, in one run; mixtures and alternations are schedules.
+    A model of continued pretraining has the name of its parent, or else the text of its own
+    schedule.
     """
     if model_key.schedule:
         return model_key.schedule
@@ -67,8 +69,8 @@ def objective_name(model_key: ModelKey) -> str:
 def recipe_label(model_key: ModelKey) -> str:
     """Return a model's objective or schedule as text for tables and legends.
 
-    Examples are `MLM`, `25 % CLM, then MLM` and `MLM on CLM` (continued pretraining). Size, steps,
-    mask ratio and seed are not in it.
+    Examples are `MLM`, `25 % CLM, then MLM` and `MLM on CLM` (continued pretraining, where a
+    schedule may stand in place of the first MLM). Size, steps, mask ratio and seed are not in it.
     """
     name = objective_name(model_key)
     if name == "CLM + MLM":
@@ -95,13 +97,16 @@ def group_by_recipe(model_keys: Iterable[ModelKey]) -> dict[ModelKey, list[Model
 def select_schedule_peers(
     model_keys: Iterable[ModelKey], mask_ratio: float | None
 ) -> list[ModelKey]:
-    """Return the models to compare with objective schedules, then those with one.
+    """Return the peers of models with an objective schedule, then these models.
 
-    All are finished. The former are the CLM and MLM models of the same size and as many steps, or,
-    if no MLM model has as many, of any number of steps without continued pretraining.
+    All are finished. Peers have no schedule (CLM, MLM, CLM then MLM, also continued ones), and the
+    size and steps of a model with a schedule. For a size at which an MLM model of these steps is
+    missing, those of any number of steps are added, except continued ones. The list is empty if no
+    finished model has a schedule.
 
     Args:
-        mask_ratio: Fraction of tokens that MLM peers mask; None for peers without masking only.
+        mask_ratio: Fraction of tokens that peers with MLM mask; None for peers without masking
+            only.
     """
     finished = [model_key for model_key in model_keys if model_key.decayed]
     plain = [
@@ -141,16 +146,16 @@ def _is_single_objective(model_key: ModelKey) -> bool:
 def group_by_setup(
     model_keys: Iterable[ModelKey], planned: Iterable[ModelKey] = (), size_order: Sequence[str] = ()
 ) -> Groups:
-    """Return model keys by kind of pretraining; a key may be in several, or in none.
+    """Return model keys by kind of pretraining; a key may be in several kinds.
 
-    Kinds without models are left out. "base" are models of one objective with the longest budget of
-    their size that CLM and MLM share, "efficiency" intermediate checkpoints, "pfs" (from scratch)
-    two-stage models and their CLM and MLM peers of the same budget, "cpt" continued models and
-    their parents, "other" models with a schedule. Keys are sorted by size, then by recipe and seed.
+    Kinds without models are left out. "base" are models of one objective with the longest budget
+    that CLM and MLM share at their size (else of either), "efficiency" intermediate checkpoints,
+    "pfs" (from scratch) two-stage models, their CLM and MLM peers of the same budget, and models of
+    one objective with other budgets, "cpt" continued models and their parents, "other" models with
+    a schedule. Keys are sorted by size, then by recipe and seed.
 
     Args:
-        planned: Keys of all planned models, which decide on budgets and parents too, so that a
-            model's kinds do not change as more results arrive.
+        planned: Keys of all planned models, which decide on budgets and parents too.
         size_order: All sizes, smallest first; without it they are sorted by numbers such as 210M.
     """
     unique_keys = list(dict.fromkeys(model_keys))
@@ -211,7 +216,8 @@ def parent_key(model_key: ModelKey) -> ModelKey:
     """Return the key of the model from which continued pretraining started.
 
     The parent is decayed, and has no steps of continued pretraining. Schedule and seed stay those
-    of `model_key`, and the mask ratio too if the parent has MLM steps.
+    of `model_key`, and the mask ratio too if the parent has MLM steps; else it is None. It is not
+    checked that `model_key` has continued steps.
     """
     mask = model_key.mask_ratio if model_key.mlm_steps else None
     return replace(model_key, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
@@ -253,7 +259,8 @@ def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -
 def is_size_order_known(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> bool:
     """Return whether the order of the models' sizes is known.
 
-    It is if there is one size, if `size_order` has all, or if all names are numbers such as 210M.
+    It is if there is at most one size, if `size_order` has all, or if all names are numbers such as
+    210M.
     """
     names = {model_key.size for model_key in model_keys}
     return (
@@ -338,5 +345,8 @@ def format_percent(fraction: float | None) -> str:
 
 
 def format_steps(count: int) -> str:
-    """Format a number of steps, such as `42k` for 42000 and `1,024` for 1024."""
+    """Format a number of steps, such as `42k` for 42000 and `1,024` for 1024.
+
+    Only multiples of 1,000 get a k; 0 is `0`.
+    """
     return f"{count // 1000}k" if count and count % 1000 == 0 else f"{count:,}"

@@ -27,7 +27,9 @@ _OBJECTIVE_OF_PHASE = re.compile(r"[a-z][a-z0-9_]*(?=[(:,+]|$)")
 class TrainedRun:
     """Content of a run directory, without the logged steps of a branch's parent.
 
-    `read_runs` builds it. A Row is a dict of one line of the run's log.
+    `read_runs` builds it. `name` is that of the directory, `facts` the content of run.json, `steps`
+    the rows of metrics.jsonl, at least one, and `validations` those of validation.jsonl. A Row is a
+    dict of one line. `start_progress` has step, tokens and FLOPs before the first step.
     """
 
     name: str
@@ -61,7 +63,7 @@ class TrainedRun:
     def identity(self) -> Mapping[str, Any]:
         """Return the flags that determine the training result, as value by name.
 
-        Names have underscores, such as `seq_length`.
+        Names have underscores, such as `seq_length`; there are none if run.json lacks them.
         """
         return self.facts["identity"]
 
@@ -69,7 +71,8 @@ class TrainedRun:
     def kind(self) -> str:
         """Return the training objectives: "CLM", "MLM", "CLM + MLM" or "other".
 
-        A run that started from another run's weights is "continued".
+        "CLM + MLM" has both, in any order or mixture. A run that started from another run's weights
+        is "continued", whatever its objectives.
         """
         if self.start == "weights":
             return "continued"
@@ -84,7 +87,7 @@ class TrainedRun:
 def read_runs(directory: Path) -> dict[str, TrainedRun]:
     """Read the run directories in `directory` that have a logged step.
 
-    Others are left out.
+    Others, and nested ones, are left out.
 
     Returns:
         The runs by name, sorted by it.
@@ -123,7 +126,7 @@ def flops_by_model(
 
     They are cumulative, of forward and backward passes, with those of ancestors in `runs`. Models
     without a run of their name or without logged FLOPs are left out. An intermediate checkpoint
-    RUN-STEP has the FLOPs logged at that step, and is left out without a row of it.
+    RUN-STEP has the FLOPs of that step, and is left out if the step was not logged.
 
     Args:
         runs: Runs by name, of `read_runs`.

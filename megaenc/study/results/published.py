@@ -46,10 +46,15 @@ def read_published_rows() -> list[dict[str, str]]:
 def parse_model_key(row: dict[str, str]) -> ModelKey:
     """Return the key of the model that a published row describes.
 
-    Rows of setup "efficiency" are intermediate checkpoints. The seed of all is 1.
+    A row of setup "efficiency" is an intermediate checkpoint: its key has `decayed` False and the
+    budget DEFAULT_BUDGET. All keys have seed 1.
 
     Args:
         row: Row of `read_published_rows`.
+
+    Raises:
+        KeyError: A column is missing.
+        ValueError: A number is invalid.
     """
     steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
     mask = float(row["mask_ratio"]) if row["mask_ratio"] else None
@@ -67,7 +72,8 @@ def parse_model_key(row: dict[str, str]) -> ModelKey:
 def published() -> Evidence:
     """Return the published tables: means and half widths of 46 models, as fractions.
 
-    They have no scores by seed, rate or example. The result is cached; do not change it.
+    They have averages too, but no scores by seed, rate or example. The result is cached; do not
+    change it.
     """
     scores: dict[tuple[ModelKey, str, str], Score] = {}
     for row in read_published_rows():
@@ -128,7 +134,7 @@ def raw(
         kind: 95 % interval over seeds, 1.96 standard errors ("normal") or Student's ("t").
 
     Raises:
-        InputError: There are no results, or none has the metric.
+        InputError: There are no results, one is invalid, or none has the standard metric.
     """
     return build_evidence(
         drop_unprinted_results(read_result_tree(directory)), parse_model_name, metric, kind

@@ -31,7 +31,10 @@ class ZeroShotResults:
     """Zero-shot retrieval scores of a study's models, of BM25 and of a random ranking.
 
     `read_zero_shot` builds it. A Place is (model, data set, measure), with the measures "ndcg@10"
-    and "recall@100". Scores are fractions, with one for each query.
+    and "recall@100". `pretrained` has the QueryScores of each Place without contrastive training,
+    `trained` those after it by Place, then by seed, and `baselines` those of "BM25" and "random" in
+    place of a model. `seeds` are those of a complete model: the manifest's, else all with scores.
+    Scores are fractions, one for each query.
     """
 
     pretrained: Mapping[Place, QueryScores]
@@ -68,9 +71,9 @@ class ZeroShotResults:
     def build_evidence(self, kind: IntervalKind = "normal") -> Evidence:
         """Return the NDCG@10 of all models as the family ZS, for the tests of claims.
 
-        Scores are those after contrastive training if any model has them, of models with every
-        seed; else as pretrained, as the one seed 0. Scores of queries are paired over models only
-        if all models have the same queries and data.
+        Scores are those after contrastive training if any model has them, else those as pretrained,
+        as the one seed 0. Models have no score on data sets where one of `seeds` is missing. Scores
+        of queries are paired over models only if all models have the same queries and data.
 
         Args:
             kind: 95 % interval over seeds, 1.96 standard errors ("normal") or Student's ("t").
@@ -147,14 +150,12 @@ def read_zero_shot(directory: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShot
     """Read the evaluations of the models, data sets and seeds in `scope`.
 
     Without a manifest (no model in `scope`), all evaluations count. Unreadable files count as
-    missing.
+    missing. The result is None without any scores of models, as without the directory, and if the
+    manifest plans no retrieval sets.
 
     Args:
         directory: STUDY/embed, with the files NAME/pretrained.json and NAME/seed-S.json.
         scope: What the manifest plans; empty without one.
-
-    Returns:
-        The results; None without any.
     """
     if scope.model_keys and not scope.retrieval_sets:
         return None
