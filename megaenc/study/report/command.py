@@ -72,8 +72,9 @@ SCORES = "scores.csv"
 class ReportConfig:
     """Options of `megaenc study report`.
 
-    Each field is a flag. Paths are text, empty if not given; `results` is required unless
-    `published` is set.
+    Each field is a flag. Paths are text, empty if not given; only `output` is then "report".
+    `results` is required unless `published` is set, which allows no manifest, results or runs;
+    `build_report` checks this.
     """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
@@ -115,7 +116,9 @@ class ReportInputs:
     """Scores, pretraining runs and facts that a report is built from.
 
     `read_study_inputs` or `read_published_inputs` builds it. `title` and `lead` are the heading of
-    the page and the sentences below it; a fact is (name, text).
+    the page and the sentences below it; a fact is (name, text). `evidence` has the study's score,
+    `standard` an Evidence per standard metric. `zero_shot` is None without such scores, `published`
+    None in a report of the published tables; the other fields may be empty.
     """
 
     title: str
@@ -139,7 +142,8 @@ class ReportInputs:
 def build_report(config: ReportConfig) -> ReportPage:
     """Build the report page from the files that `config` names.
 
-    No file is written, see `write_report`; progress is shown on the terminal.
+    No file is written, see `write_report`, and `config.output` is not used; progress is shown on
+    the terminal.
 
     Raises:
         InputError: A file or an option is invalid, or there is nothing to report.
@@ -184,7 +188,7 @@ def build_report(config: ReportConfig) -> ReportPage:
 def read_published_inputs(config: ReportConfig) -> ReportInputs:
     """Return the inputs for a report of the published tables of the original study.
 
-    The package contains them.
+    The package contains them. `interval` and `about` of `config` have no effect here.
 
     Raises:
         InputError: `config` names a manifest, results or runs too.
@@ -209,10 +213,12 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
     """Read the manifest, results and pretraining runs that `config` names.
 
     Scores of zero-shot retrieval are read from the directory `embed` next to the results, if there
-    is one. Results of the study itself on data sets that its tables lack are left out.
+    is one; the results directory may then be missing. Results of the study itself on data sets that
+    its tables lack are left out, unless there are no others.
 
     Raises:
-        InputError: `config` names no results, or a file is invalid or has nothing to report.
+        InputError: `config` names no results, a file is invalid or has nothing to report, or no
+            result is of the manifest's models and grid.
     """
     if not config.results:
         raise InputError(
@@ -332,11 +338,12 @@ def write_report(report: ReportPage, output: Path) -> None:
     """Write index.html, and the tables and figures of a report to subdirectories.
 
     Each table is written as CSV, Markdown and LaTeX, each figure with panels as PNG and SVG, all
-    scores as tables/scores.csv. Other files of an earlier report are deleted. files.txt lists all
-    files before they are written, so that a killed attempt leaves none unlisted.
+    scores as tables/scores.csv. An earlier report is replaced, and those of its files that the new
+    one lacks are deleted. files.txt lists all files before they are written, so that a killed
+    attempt leaves none unlisted.
 
     Args:
-        output: Directory to write to, which is created.
+        output: Directory to write to, which is created with its parents.
 
     Raises:
         InputError: The directory cannot be written or contains anything but a report.

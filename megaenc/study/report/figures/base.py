@@ -52,7 +52,8 @@ class FigureLine:
     """Points under one legend entry with colour and marker.
 
     `colour` is a hex colour, `marker` one of matplotlib or "" for none. `joined` connects the
-    points by a line; `labelled` gives the line the legend entry `name`.
+    points by a line; `light` draws them lightly behind the others; `labelled` gives the line the
+    legend entry `name`.
     """
 
     name: str
@@ -89,8 +90,8 @@ class FigurePanel:
 class FigureSpec:
     """Content of a figure, which is drawn on the first access to `figure` or `svg`.
 
-    `key` is the name of its files and its id on the page. Without panels nothing can be drawn, and
-    the caption gives the reason.
+    `key` is the name of its files and its id on the page. `panels` is empty if there is nothing to
+    draw; `caption` then gives the reason, and `figure` and `svg` must not be accessed.
     """
 
     key: str
@@ -103,7 +104,7 @@ class FigureSpec:
     def figure(self) -> Any:
         """Return the matplotlib Figure with all panels, drawn on the first access.
 
-        There must be a panel.
+        There must be a panel, which is not checked.
         """
         from matplotlib import rc_context
 
@@ -114,7 +115,7 @@ class FigureSpec:
     def svg(self) -> str:
         """Return the figure as SVG text, drawn on the first access.
 
-        There must be a panel.
+        There must be a panel, which is not checked.
         """
         return figure_to_svg(self.figure, self.key)
 
@@ -145,16 +146,16 @@ def build_family_figure(
 ) -> FigureSpec:
     """Build a figure with a panel per task family and a line per series.
 
-    Scores are in percent, of `headline_datasets`; without any, the figure has no panels.
+    Scores are in percent, of `headline_datasets`; families without any have no panel.
 
     Args:
         key: Name of the figure's files.
-        caption: Description, to which one of the bars is added.
+        caption: Description, to which a sentence on the interval bars is added.
         series: Name, (colour, marker) and (x position, model) pairs of each line.
         published: Published scores, which are drawn lightly; None for none.
         dodge: Shift between neighbouring series, in units of the x axis, to keep points apart.
         joined: Whether lines connect the points of a series.
-        axis: Further fields of FigurePanel.
+        axis: Further fields of FigurePanel, of which `x_label` is required.
     """
     panels = []
     for family, dataset in headline_datasets(evidence).items():
@@ -201,10 +202,11 @@ def has_published_lines(panels: Sequence[FigurePanel]) -> bool:
 def describe_bars(
     evidence: Evidence, published: Evidence | None, panels: Sequence[FigurePanel]
 ) -> str:
-    """Return caption text on the interval bars, and on hollow points if there are any.
+    """Return caption sentences on the interval bars, and on hollow points if any.
 
     Args:
-        published: Published scores, whose bars are described only if `panels` have lines of them.
+        published: Published scores, whose bars are described only if `panels` have lines of them;
+            None for none.
         panels: Panels of the figure.
     """
     if not has_published_lines(panels):
@@ -241,9 +243,9 @@ def panel_title(family: str, dataset: str) -> str:
 def build_points(
     evidence: Evidence, family: str, places: Iterable[tuple[float, str, ModelKey]]
 ) -> tuple[FigurePoint, ...]:
-    """Build the points, in percent, of the models that have a score in a task family.
+    """Build the points, in percent, of the models that have a score on their data set.
 
-    Others are left out. A point is hollow if runs at its learning rate collapsed.
+    Others are left out. A point is hollow if a run at its learning rate collapsed.
 
     Args:
         family: Code of the task family, such as SC.
@@ -413,9 +415,10 @@ def _set_x_ticks(axis: Any, panel: FigurePanel) -> None:
 
 
 def figure_to_svg(figure: Any, name: str) -> str:
-    """Return a matplotlib Figure as SVG text with real text, always the same bytes.
+    """Return a matplotlib Figure as SVG text with real text.
 
-    The text starts at the svg element, without XML declaration.
+    The text starts at the svg element, without XML declaration. The same figure and name always
+    give the same text.
 
     Args:
         figure: Figure of matplotlib.

@@ -29,9 +29,9 @@ from megaenc.viz.style import BLUE, GREEN, ORANGE, PURPLE, assign_styles
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """Figure of the report, and one of published results that it does not contain.
+    """Figure of the report, and a separate one of published results.
 
-    `published` is None if there is none, or if `figure` shows published results itself.
+    `published` is None if there are none to show, or if `figure` shows published results itself.
     """
 
     figure: FigureSpec
@@ -46,7 +46,8 @@ def build_figures(
 ) -> list[ReportFigure]:
     """Build all figures of the report but that of zero-shot retrieval, in order.
 
-    Those without the scores that they need have no panels. Nothing is drawn yet.
+    Those without the scores that they need have no panels; only the figure of objective schedules
+    is then left out. Nothing is drawn yet.
 
     Args:
         runs: Pretraining runs by name, for the held-out losses; may be empty.
@@ -181,8 +182,9 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
 def build_rate_figure(evidence: Evidence) -> FigureSpec:
     """Build the figure of points lost at each fine-tuning rate against the best one.
 
-    There are lines of single finished models, and of the mean of each objective. Without a model
-    with every seed at two learning rates there are no panels, and the caption gives the reason.
+    There are lines of the mean of each objective, and of its single finished models if they are 2
+    to 40. Without a model with every seed at two learning rates there are no panels, and the
+    caption gives the reason.
     """
     key = "learning-rates"
     title = "Sensitivity to the learning rate"
