@@ -50,7 +50,11 @@ _LETTER = 0.0125  # width of a letter, as a fraction of the panel's width
 
 @dataclass(frozen=True)
 class PlotConfig:
-    """Options of `megaenc plot`."""
+    """Options of `megaenc plot`.
+
+    Each field is a flag: `run`, the run directories, `output`, "loss.png" by default, and
+    `against`, the quantity on the x axis. At least one run is required, which `write_plot` checks.
+    """
 
     run: Annotated[tuple[str, ...], Positional, arg(metavar="RUN")]
     """run directories (--save of pretraining runs); with several, their held-out losses are plotted
@@ -91,7 +95,7 @@ class PlottedPhase:
     def smoothed(self) -> np.ndarray:
         """Return the moving average of `loss`, float64[R].
 
-        Its window is a 20th of the logged steps, and shorter at both ends.
+        Its window is a 20th of the R losses, at least three, and shorter at both ends.
         """
         half = max(1, len(self.loss) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.loss)])
@@ -107,10 +111,10 @@ def split_phases(
     """Return the parts of a run to plot, by section and objective.
 
     A section is a phase, or several short ones in a row: neighbouring phases shorter than a
-    fiftieth of the steps, as in an alternation.
+    fiftieth of the steps, as in an alternation. Steps without a loss are left out of the curves.
 
     Args:
-        steps: Rows of metrics.jsonl, at least one.
+        steps: Rows of metrics.jsonl, at least one, all with the field `against`.
         against: Field of the rows on the x axis.
         start_progress: `step` and the field `against` before the first step; None: 0.
     """
@@ -165,7 +169,7 @@ def draw_run(
     Args:
         steps: Rows of metrics.jsonl, at least one.
         validation_rows: Rows of validation.jsonl; may be empty.
-        against: Field of the rows on the x axis.
+        against: Field on the x axis, which all rows must have.
         start_progress: `step` and the field `against` before the first step; None: 0.
     """
     from matplotlib.figure import Figure
@@ -377,11 +381,11 @@ def _draw_positions(panel: Any, validation: Row, style: dict[str, tuple[str, str
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
     """Return the run directories, as given, by a short name.
 
-    Names are the shortest endings of the paths that differ, all with as many parts; the order is
-    that of `runs`.
+    Names are the shortest endings of the resolved paths that differ, all with as many parts; the
+    order is that of `runs`.
 
     Raises:
-        InputError: A run is given twice.
+        InputError: A run is given twice, also by another path.
     """
     paths = [Path(run).resolve() for run in runs]
     for index, path in enumerate(paths):
@@ -400,11 +404,11 @@ def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
 
 @without_math_text
 def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple[Any, str]:
-    """Draw the held-out losses of several runs; return (Figure, line of text on it).
+    """Draw the held-out losses of several runs; return (Figure, phrase on it).
 
-    There is a panel per objective common to all runs; the text names those left out.
-    Pseudo-perplexities that differ only in the shift count as one, of which each run's curve with
-    the lowest last loss is drawn.
+    There is a panel per objective common to all runs; the phrase, without capital and full stop,
+    names these and those left out. Pseudo-perplexities that differ only in the shift count as one,
+    of which each run's curve with the lowest last loss is drawn.
 
     Args:
         curves: Held-out curves by name of each run, at least one run.
@@ -506,7 +510,7 @@ def _merge_shifts(curves: HeldOutCurves) -> tuple[HeldOutCurves, dict[str, str]]
 def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
     """Draw one run, or the held-out losses of several, to an image file.
 
-    Returns a line that describes the plot.
+    Returns a phrase on the plot, such as `the loss of runs/a`, without a full stop.
 
     Args:
         runs: Run directories, at least one.
@@ -585,7 +589,13 @@ def _have_same_text(validations: Iterable[Sequence[Row]]) -> bool:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc plot`: draw the losses of runs to the image file --output."""
+    """Run `megaenc plot`: draw the losses of runs to the image file --output.
+
+    Invalid input ends the process with code 2 and a line on stderr.
+
+    Args:
+        argv: Command line without the program's name; None for that of the process.
+    """
     silence_libraries()
     config = flags.parse(PlotConfig, argv, prog="megaenc plot", description=__doc__)
     summary = write_plot(config.run, config.output, config.against)

@@ -115,14 +115,15 @@ _PROGRESS = ("tokens", "predicted_tokens", "flops")
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
     """Return the checked rows of metrics.jsonl of a run directory, by ascending step.
 
-    A loss that was NaN or infinite is None; an unfinished last line is left out.
+    They have step, objective, phase, loss, learning_rate, tokens and step_seconds. A loss that was
+    NaN or infinite is None; an unfinished last line is left out.
 
     Args:
-        more: Further fields that each row must have.
+        more: Further fields that each row must have, such as flops.
         required: Whether the file must exist and have a row; else the result may be empty.
 
     Raises:
-        InputError: The file is invalid, or has no row although it is required.
+        InputError: The file is invalid, lacks a field, or has no row although it is required.
     """
     path = Path(run) / METRICS_FILE
     rows = _read_rows(path, _STEP_ROW, more)
@@ -142,10 +143,10 @@ def read_validations(run: str | Path, *more: str) -> list[Row]:
     objective. A score that was NaN or infinite is None; an unfinished last line is left out.
 
     Args:
-        more: Further fields that each row must have.
+        more: Further fields that each row must have, such as tokens.
 
     Raises:
-        InputError: The file is invalid.
+        InputError: The file is invalid or lacks a field.
     """
     return _read_rows(Path(run) / VALIDATION_FILE, _VALIDATION_ROW, more) or []
 
@@ -153,13 +154,13 @@ def read_validations(run: str | Path, *more: str) -> list[Row]:
 def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
     """Return the rows of validation.jsonl of a run that have scores of an objective.
 
-    They are as of `read_validations`.
+    Rows are those of `read_validations`; at least one is required.
 
     Args:
-        more: Further fields that each row must have.
+        more: Further fields that each row must have, such as tokens.
 
     Raises:
-        InputError: The file is invalid or has no such row.
+        InputError: The file is invalid, lacks a field, is missing, or has no such row.
     """
     validations = [row for row in read_validations(run, *more) if row["objectives"]]
     if not validations:
@@ -173,8 +174,8 @@ def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
 def read_run_json(run: str | Path) -> dict[str, Any]:
     """Return the checked content of run.json of a run directory.
 
-    Its fields include `parameters`, and `start` and `identity` (starting point and settings), which
-    are {} if the file lacks them.
+    `start` and `identity` (starting point and settings) are {} if the file lacks them; other
+    fields, such as `parameters`, may be missing.
 
     Raises:
         InputError: The file is missing or invalid.
@@ -232,8 +233,9 @@ def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCur
     Validations without a loss are left out, and so are objectives that never have one.
 
     Args:
-        validations: Rows of validation.jsonl.
-        against: Field of the rows for the x values: step, tokens, predicted_tokens or flops.
+        validations: Rows of validation.jsonl, all with the field `against`.
+        against: Field for the x values: step, tokens, predicted_tokens or flops. Only step is
+            certain, unless `read_validations` was called with it.
     """
     curves: HeldOutCurves = {}
     for row in validations:
@@ -256,7 +258,8 @@ def is_pseudo_perplexity(objective: str) -> bool:
 def training_seconds(steps: list[Row], start_step: int = 0) -> float:
     """Return the seconds that the steps after `start_step` took, without other work.
 
-    A step that was not logged counts as the next logged one.
+    A step that was not logged counts as the next logged one; steps after the last row do not count.
+    Without rows the result is 0.
 
     Args:
         steps: Rows of metrics.jsonl, all after `start_step`.

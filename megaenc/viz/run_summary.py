@@ -28,7 +28,7 @@ from megaenc.viz.run_metrics import (
 
 @dataclass(frozen=True)
 class RunSummaryConfig:
-    """Options of `megaenc summary`: the run directory."""
+    """Options of `megaenc summary`: `run`, the run directory, which is required."""
 
     run: Annotated[str, Positional, arg(metavar="RUN")]
     """run directory (--save of a pretraining run)"""
@@ -57,7 +57,7 @@ class HeldOutGain:
     def times_most_frequent(self) -> float:
         """Return the last accuracy over that of always predicting the most frequent label.
 
-        It is infinite if the latter is 0.
+        It is infinite if the accuracy of that label is 0.
         """
         return self.accuracy[1] / self.most_frequent if self.most_frequent else math.inf
 
@@ -67,9 +67,10 @@ class RunSummary:
     """Key numbers of a run, and the change of its held-out losses.
 
     `step` is the last logged one of `train_iters`, `parameters` the model's size. `tokens` are
-    those up to `step`, including the `tokens_before` of a branch's parent up to step `branched_at`;
-    `seconds` those in the run's own training steps. `gains` compares the two validations by
-    objective. `is_same_text` is whether both read the same packs.
+    those up to `step`, including the `tokens_before` of a branch's parent up to step `branched_at`
+    (both 0 without a branch); `seconds` is the time of the run's own training steps. `gains`
+    compares the first and the last validation, by objective; they may be the same one.
+    `is_same_text` is whether both read the same packs.
     """
 
     step: int
@@ -97,6 +98,8 @@ class RunSummary:
 
 def summarise(run: str | Path) -> RunSummary:
     """Return the RunSummary of a run directory.
+
+    `gains` lacks objectives without scores at both validations, and may be empty.
 
     Raises:
         InputError: A file is missing or invalid, or the run has no step or no validation.
@@ -179,7 +182,13 @@ def build_table(summary: RunSummary) -> Any:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc summary`: print held-out losses, size and speed of a run."""
+    """Run `megaenc summary`: print held-out losses, size and speed of a run.
+
+    Invalid input ends the process with code 2 and a line on stderr.
+
+    Args:
+        argv: Command line without the program's name; None for that of the process.
+    """
     silence_libraries()
     config = flags.parse(RunSummaryConfig, argv, prog="megaenc summary", description=__doc__)
     summary = summarise(config.run)

@@ -101,7 +101,7 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
     """Return facts, (name, text) pairs, on pretraining; empty without runs.
 
     They are runs, steps, tokens, hours, main flags and software; those without a value are left
-    out.
+    out. A branch counts without the steps, tokens and hours of its parent.
 
     Args:
         runs: Pretraining runs by name, of `read_runs`.
@@ -137,11 +137,12 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
 def read_notes(results: Path, about: Sequence[str]) -> list[Fact]:
     """Read notes, (name, text) pairs, from study.json and from `about`.
 
-    Names get a capital, and spaces for underscores.
+    Names get a capital first letter, and spaces for underscores.
 
     Args:
         results: Results directory; study.json is next to it, and may be missing.
-        about: NAME=TEXT of each note, which replaces one of the same name.
+        about: NAME=TEXT of each note, which replaces that of study.json, or an earlier one, with
+            exactly this name.
 
     Raises:
         InputError: A text has another form, or study.json is no JSON object.
@@ -172,11 +173,14 @@ def normal_interval_coverage(seeds: int) -> float:
 
 
 def describe_intervals(evidence: Evidence, published: Evidence | None = None) -> str:
-    """Return text on the kind, seeds and coverage of the scores' intervals.
+    """Return a phrase on the kind, seeds and coverage of the scores' intervals.
+
+    It fits after "Intervals: " and has no full stop, such as `95 % by Student's t over 5
+    fine-tuning seeds, given the chosen learning rate`. Without intervals it begins with `none`.
 
     Args:
-        published: Published scores, whose intervals are described too if they differ; None for
-            none.
+        published: Published scores, whose intervals are added to the phrase if their kind or number
+            of seeds differs; None for none.
     """
 
     def describe(counts: Sequence[int], kind: IntervalKind) -> str:

@@ -70,15 +70,16 @@ def check_report_dir(output: Path) -> set[str]:
 
 
 def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection[str]) -> None:
-    """Create a directory for a report, and list its files in files.txt.
+    """Create a directory and its subdirectories for a report, with files.txt.
 
     Args:
         output: Directory, created with its parents; it may exist.
-        earlier: Files of an earlier report, by `check_report_dir`, which are listed too.
+        earlier: Files of an earlier report, by `check_report_dir`, which files.txt lists too.
         names: Files of the report in tables and figures, relative to `output`.
 
     Raises:
-        InputError: A file that only `names` has exists, or the directory cannot be written.
+        InputError: One of `names` exists and is not in `earlier`, or the directory cannot be
+            written.
     """
     for name in names:
         if name not in earlier and (output / name).exists():

@@ -36,7 +36,9 @@ _NOTE = (
 class ControlComparison:
     """Differences of recipes from a control on one data set, as fractions.
 
-    `compare_with_control` builds it. Arrays have an entry for each of R recipes, in order.
+    `compare_with_control` builds it. The arrays `differences`, `half_width` (of simultaneous 95 %
+    intervals) and `p` have an entry for each of R recipes, in order; the last two are NaN if
+    `run_std`, between runs of a recipe, is NaN or 0.
     """
 
     differences: np.ndarray
@@ -55,8 +57,9 @@ class ControlComparison:
 def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> ControlComparison:
     """Compare the scores of each recipe with those of the control by Dunnett's test.
 
-    Source: Dunnett, A multiple comparison procedure for comparing several treatments with a
-    control, 1955.
+    Intervals and p are NaN if neither a recipe nor the control has two runs, or if all runs of each
+    are equal. Source: Dunnett, A multiple comparison procedure for comparing several treatments
+    with a control, 1955.
 
     Args:
         recipes: Scores of each recipe, float[runs], as fractions; at least one recipe. Numbers of
@@ -84,11 +87,12 @@ def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> 
 def build_schedule_table(evidence: Evidence) -> Table | None:
     """Build the table of differences from MLM by objective or schedule, in points.
 
-    A row is a recipe, compared with the MLM model of its size that has as many steps, else the
-    most.
+    A row is a recipe, a schedule or one of its peers by `select_schedule_peers`. It is compared
+    with the MLM model of its size that has as many steps, else the most. The last row for each such
+    model has the standard deviation between runs.
 
     Returns:
-        The table; None without a model with another schedule and an MLM model of its size.
+        The table; None unless a model with a schedule and an MLM model have the same size.
     """
     recipes = group_by_recipe(
         select_schedule_peers(evidence.model_keys(), evidence.reference_mask_ratio)

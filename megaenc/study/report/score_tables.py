@@ -97,8 +97,9 @@ def _build_columns(places: Iterable[ScoreColumn]) -> list[Column]:
 def build_score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
     """Build a table of the study's score for each kind of pretraining that has models.
 
-    Kinds are those of `group_by_setup`; a row is a model, a column a data set. Cells are mean and
-    half the 95 % interval in percent, with marks for collapsed and missing runs.
+    Kinds are those of `group_by_setup`; models without a key are under "other". A row is a model, a
+    column a data set. Cells are mean and half the 95 % interval in percent, with marks for
+    collapsed and missing runs.
 
     Args:
         published: Published scores, shown below the same model; None for none.
@@ -114,7 +115,8 @@ def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence
 
     Args:
         evidence: Scores whose models and their order the tables have.
-        standard: Scores of the same results, one Evidence per metric; without any, no tables.
+        standard: Scores of the same results, one Evidence per metric; those of metrics that are not
+            in STANDARD_METRICS are ignored. Without any, the list is empty.
     """
     by_metric = {metric_evidence.metric: metric_evidence for metric_evidence in standard}
     places = [
@@ -264,11 +266,12 @@ _RUN_COLUMNS = (*_MODEL_AND_SEEDS, "collapsed_runs", "ended_trainings", "planned
 
 
 def format_scores_csv(evidence: Sequence[Evidence]) -> str:
-    """Return CSV text with a line per score and kind of pretraining.
+    """Return CSV text with a header, and a line per score and kind of pretraining.
 
-    Columns are those of the published file, then model, seeds, metric and runs. `mean` and `ci95`
-    (half the 95 % interval) are percent. `collapsed_runs` counts runs at the chosen rate,
-    `ended_trainings` and `planned_trainings` those at all rates. Unknown values are empty.
+    A model may have several kinds; without a key it has "other". Columns are those of the published
+    file, then model, seeds, metric and runs. `mean` and `ci95` (half the 95 % interval) are
+    percent. `collapsed_runs` counts runs at the chosen rate, `ended_trainings` and
+    `planned_trainings` those at all rates. Unknown values are empty.
 
     Args:
         evidence: Scores, one Evidence per metric.
@@ -351,10 +354,10 @@ def build_diagnostic_tables(evidence: Evidence) -> list[Table]:
 def build_rate_table(evidence: Evidence) -> Table | None:
     """Build the table of best less worst mean score over the learning rates.
 
-    Cells are in points, by model and data set.
+    Cells are in points, by model and data set, with the number of rates near the best.
 
     Returns:
-        The table; None if no model has every seed at two rates or a failed run.
+        The table; None if every model lacks both a failed run and two rates with every seed.
     """
 
     def format_cell(score: Score) -> CellValue:
@@ -409,10 +412,11 @@ def build_rate_table(evidence: Evidence) -> Table | None:
 def rate_sensitivity(score: Score) -> RateSensitivity | None:
     """Return a score's mean over the seeds by learning rate, of complete rates only.
 
-    Means are fractions. Failed runs count as the trivial baseline; a complete rate has every seed.
+    Means are fractions. A complete rate has every seed of the chosen rate. Failed runs count as the
+    trivial baseline; if that is unknown, their rate is not complete.
 
     Returns:
-        The sensitivity; None below two such rates.
+        The sensitivity; None below two complete rates.
     """
     sensitivity = aggregate.compute_sensitivity(score.rate_scores_with_failures, score.seed_scores)
     return sensitivity if sensitivity is not None and len(sensitivity.means) > 1 else None
@@ -493,6 +497,7 @@ def build_variance_table(evidence: Evidence) -> Table | None:
 
     There is a row per data set. Standard deviations are root mean squares over the models. Required
     seeds are for differences of neighbouring models in the tables that share seeds and examples.
+    The scores of single examples are read from the result files.
 
     Returns:
         The table; None if no score has several seeds.

@@ -45,7 +45,7 @@ class Table:
     """Table of the report, with as many cells in each row as columns.
 
     `key` is the name of its files and its id on the page; the page shows a folded table as its
-    title until it is opened.
+    title until it is opened. A row with another number of cells raises ValueError.
     """
 
     key: str
@@ -66,7 +66,7 @@ class Table:
 
     @property
     def named(self) -> bool:
-        """Return whether any row has a short name."""
+        """Return whether any row has a short name, `TableRow.name`."""
         return any(row.name for row in self.rows)
 
     @property
@@ -101,9 +101,10 @@ def format_cell(value: CellValue) -> str:
 
 
 def table_to_csv(table: Table) -> str:
-    """Return a table as CSV text.
+    """Return a table as CSV text, without title and note.
 
-    The header line has `group name` of each column. Counts are plain digits, empty cells empty.
+    The header line has `group name` of each column, such as `SC SST-2`. Counts are plain digits,
+    empty cells empty.
     """
     return format_csv([_full_column_names(table), *(row.cells for row in table.rows)])
 
@@ -116,7 +117,7 @@ def _full_column_names(table: Table) -> list[str]:
 def table_to_markdown(table: Table) -> str:
     """Return title, note and table as GitHub Markdown text, ending with a newline.
 
-    Columns are padded and cells escaped.
+    Columns are padded; title and cells are escaped, the note is not.
     """
     names = [escape_markdown(name) for name in _full_column_names(table)]
     rows = [[escape_markdown(format_cell(cell)) for cell in row.cells] for row in table.rows]
@@ -152,7 +153,8 @@ _WIDE = 9
 def table_to_latex(table: Table) -> str:
     """Return a LaTeX `table` for booktabs, with title and note as caption.
 
-    Cells are escaped. A table with more than 9 columns has a block per column group.
+    All texts are escaped. A table with more than 9 columns has a block per column group, if it has
+    groups.
     """
     groups = list(table.groups)
     parts = [[group] for group in groups] if len(table.columns) > _WIDE and groups else [groups]

@@ -35,7 +35,8 @@ _BASELINE_LABELS = {"BM25": "BM25", "random": "random ranking"}
 def build_zero_shot_tables(results: ZeroShotResults, kind: IntervalKind) -> list[Table]:
     """Build the tables of NDCG@10 and, folded, of recall@100 of all models.
 
-    Scores are before and after contrastive training, in percent, by data set.
+    Scores are before and, if any model has them, after contrastive training, in percent, by data
+    set. BM25 and a random ranking are in the last rows.
 
     Args:
         kind: Interval over seeds: 1.96 standard errors ("normal") or Student's ("t").
@@ -115,9 +116,10 @@ def _build_table(results: ZeroShotResults, kind: IntervalKind, metric: str, key:
 
 
 def sort_models(results: ZeroShotResults) -> list[str]:
-    """Return the names of the models by size, objective, mask ratio, steps and seed.
+    """Return the names of the models by size, objective, mask ratio, steps and name.
 
-    Those without a known recipe are last, by name.
+    Models of continued pretraining follow the others of their objective. Those without a known
+    recipe are last, by name.
     """
     sizes = sort_sizes(results.model_keys.values(), results.scope.sizes)
 
