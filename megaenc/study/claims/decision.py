@@ -316,7 +316,7 @@ def judge_equality(
     the outcome `not resolved`.
 
     Args:
-        contrasts: Those of SC, TC, QA or IR, which have margins, as fractions.
+        contrasts: Only of SC, TC, QA and IR, which have margins.
         at_least: Test only that left is not lower than right by the margin.
         note: Text for the reason of the verdict, before one on the margins.
     """
