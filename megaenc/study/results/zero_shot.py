@@ -46,7 +46,8 @@ class ZeroShotResults:
     model_keys: Mapping[str, ModelKey]
     """key of each model that has one, by name"""
     seeds: tuple[int, ...]
-    """seeds of contrastive training that a complete model has; empty without training"""
+    """seeds of contrastive training that a complete model has: the manifest's, else all with a
+    score; empty without either"""
     scope: StudyScope = EMPTY_SCOPE
 
     @property
