@@ -43,7 +43,8 @@ _BASELINE_DESCRIPTIONS = {
 class FinetuneRunConfig:
     """Options of `megaenc finetune run`: model, data set, hyperparameters, output.
 
-    Each field is a flag; `model` and `dataset` must be given.
+    Each field, and each of `data` and `protocol`, is a flag, read by `flags.parse_with_config`.
+    `model` and `dataset` must not stay empty, which only `flags.check_given` checks.
     """
 
     config: str = ""
@@ -75,11 +76,12 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune run`: train and evaluate a model, and print its scores.
 
     Existing results of this run in the output directory are printed without training, except with
-    --save-model. The process exits with 1 if the run failed (NaN or inf), now or earlier; only
-    --retry-failed repeats a failed run. Wrong input exits with 2.
+    --save-model, which needs a new directory. The process exits with 1 if the run failed (NaN or
+    inf), now or earlier; only --retry-failed repeats a failed run. It exits with 2 at wrong input,
+    such as results of other settings in the output directory.
 
     Args:
-        argv: The flags; None: those of this process.
+        argv: Arguments after `megaenc finetune run`; None: `sys.argv[1:]`.
     """
     silence_libraries()
     settings = flags.parse_with_config(

@@ -20,9 +20,10 @@ LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 class FinetuneConfig:
     """Hyperparameters of fine-tuning and evaluation: batch, steps, AdamW, precision.
 
-    Each field is a flag. The defaults are those of the study (EncodEval) except for the precision,
-    which is "paper-bf16" there. Empty `precision` and `special_tokens` and 0 as `max_length` stand
-    for values that a run takes from machine, tokenizer and model.
+    Each field is a flag; the constructor checks nothing. The defaults are those of the study
+    (EncodEval) except for the precision, which is "paper-bf16" there. Empty `precision` and
+    `special_tokens` and 0 as `max_length` stand for values that a run takes from machine, tokenizer
+    and model.
     """
 
     batch_size: PositiveInt = 32
@@ -90,7 +91,7 @@ class FinetuneConfig:
     best weights, as with --best-checkpoint; needs --eval-interval; 0: never"""
 
     def check(self) -> None:
-        """Check that the flags fit each other.
+        """Check that the flags fit each other; bounds of single flags are not checked.
 
         Raises:
             InputError: Two flags exclude each other, or one needs another; the message names it.
@@ -114,14 +115,15 @@ class FinetuneConfig:
 
     @property
     def adds_named_tokens(self) -> bool:
-        """Return whether --add-bos or --add-eos is given."""
+        """Return whether `add_bos` or `add_eos` is given, as True or as False."""
         return self.add_bos is not None or self.add_eos is not None
 
     def normalize_special_tokens(self) -> Self:
-        """Return a copy with add_bos and add_eos in place of an equal `special_tokens`.
+        """Return a copy in which `add_bos` and `add_eos` replace `special_tokens`.
 
-        Both are True or False in the copy if one is given, or if `special_tokens` is "eod" or
-        "none". "template" and "" stay. Results of earlier versions have these fields.
+        If one of the two is given, the other gets its default: no BOS, an EOS. If none is given,
+        "eod" becomes only an EOS and "none" neither, both with an empty `special_tokens`; "template"
+        and "" stay. Results of earlier versions have `add_bos` and `add_eos`.
         """
         if self.adds_named_tokens:
             return replace(self, add_bos=bool(self.add_bos), add_eos=self.add_eos is not False)

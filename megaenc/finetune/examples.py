@@ -127,7 +127,7 @@ Examples: TypeAlias = (
 
 
 class DataUnavailable(OSError):
-    """Error that a download failed for a temporary reason; a retry may succeed.
+    """OSError that a download failed for a temporary reason; a retry may succeed.
 
     The message has one line.
     """
@@ -139,7 +139,8 @@ class Dataset:
 
     `find_dataset` builds it by name or path, and `load_split` reads its examples. `labels` are
     classes or tags in the order of their indices, empty for QA and IR. `train_on` names the
-    training data, which differs from `name` only in retrieval.
+    training data, which differs from `name` only in retrieval. The fingerprints are SHA-256 (hex)
+    of the data, or of id and revision on the Hub. `pair_template` is empty without pairs.
     """
 
     name: str
@@ -186,10 +187,7 @@ def hash_json(content: Any) -> str:
 
 @functools.cache
 def print_once(text: str) -> None:
-    """Print `text` as a line on rank 0, only at its first call with this text.
-
-    Repetitions are detected within a process.
-    """
+    """Print `text` as a line on rank 0, only at this process's first call with it."""
     print_rank_0(text)
 
 

@@ -42,9 +42,9 @@ _QRELS_FILES = {
 
 
 class QrelLine(NamedTuple):
-    """Line of a qrels file: location (file:line), query id, document id and grade.
+    """Line of a qrels file: its location, query id, document id and grade.
 
-    A grade of 0 or less means that the document is irrelevant.
+    `location` is file:line. `grade` is an integer, of which 0 or less means an irrelevant document.
     """
 
     location: str
@@ -56,7 +56,8 @@ class QrelLine(NamedTuple):
 def is_beir_directory(directory: Path) -> bool:
     """Return whether `directory` has the files corpus.jsonl and queries.jsonl.
 
-    Both may be compressed as .gz or .zst. A missing directory has neither.
+    Both may be compressed as .gz or .zst. Qrels are not looked for. A missing directory has no
+    files.
     """
     return (
         _find_data_file(directory, "corpus") is not None
@@ -68,16 +69,15 @@ def load_beir(name: str, directory: Path, whole_corpus: bool) -> Dataset:
     """Return the Dataset `name` of a directory in BEIR's layout (IR).
 
     Files are hashed now and parsed by `load_split`. Without qrels of test, those of validation are
-    the test split. Validation without qrels of its own gets 5 % of the queries of train or, without
+    the test split. Then validation without qrels takes 5 % of the queries of train or, without
     train, half of those of test.
 
     Args:
-        name: Name in results and messages.
         directory: Directory of which `is_beir_directory` is True.
         whole_corpus: Search all documents instead of those judged in validation and test.
 
     Raises:
-        InputError: The directory has no qrels.
+        InputError: There are no qrels at all. Malformed files are an error of `load_split`.
     """
     qrels = {}
     for split, words in _QRELS_FILES.items():
@@ -173,13 +173,14 @@ class _SplitReader:
 def load_beir_test(directory: Path) -> RetrievalExamples:
     """Return the test queries and grades of a BEIR directory and its whole corpus.
 
-    Queries without a grade above 0 are left out. Texts have no prefix, as BEIR evaluates models
-    without training. A document is its title, a space and its text, or one of the two if the other
-    is empty.
+    Queries without a grade above 0 are left out; `ignore_identical_ids` is True. Texts have no
+    prefix, as BEIR evaluates models without training. A document is its title, a space and its
+    text, or one of the two if the other is empty. Relevant documents that the corpus lacks keep
+    their grades; a message counts them.
 
     Raises:
-        InputError: A file or a judged query is missing, a line is malformed, a query is empty, or
-            no document in the corpus is relevant.
+        InputError: A file or a judged query is missing, a line is malformed, a returned query is
+            empty, or the corpus has no relevant document.
     """
     paths, lines = _read_beir_split(directory, "test")
     relevant = _group_grades(line for line in lines if line.grade > 0)
@@ -435,7 +436,7 @@ def build_retrieval_examples(
 ) -> RetrievalExamples:
     """Return RetrievalExamples of the queries with a grade above 0, and all documents.
 
-    The prefixes QUERY and DOCUMENT are added to texts.
+    The prefixes QUERY and DOCUMENT are added to texts. `ignore_identical_ids` stays False.
 
     Args:
         qrels: Grades by query id, then by document id.

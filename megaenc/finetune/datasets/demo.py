@@ -49,7 +49,7 @@ function or class."""
 class DemoDatasetsConfig:
     """Options of `megaenc finetune demo`: the directory of the four demo data sets.
 
-    The field is a flag.
+    `output`, the only field, is a flag.
     """
 
     output: str = "demo/finetune"
@@ -65,15 +65,16 @@ def ensure_demo_datasets(
 ) -> Path:
     """Write demo data sets that are missing in `directory`; return it as a Path.
 
-    The sets demo_tc, demo_qa and demo_ir are written together. Equal packages give equal bytes. A
-    lock makes concurrent processes wait. The content of existing sets is not checked.
+    This takes minutes. If `names` has demo_tc, demo_qa or demo_ir, all three are written. demo_sc
+    is built from a demo corpus in the parent directory, the others, and demo_sc without that
+    corpus, from installed packages. Concurrent processes wait. Existing sets are not checked.
 
     Args:
         names: Names of DEMO_DATASETS to write.
-        flag: Start of the error that the directory cannot be created.
+        flag: Words before the path in the error that `directory` cannot be created.
 
     Raises:
-        InputError: The directory is not writable, or a file is at the path of a set.
+        InputError: It cannot be created, a file is at the path of a set, or packages are too few.
     """
     directory = Path(directory)
     if all(os.path.isdir(directory / name) for name in names):
@@ -176,10 +177,11 @@ def build_classification_rows(documents: Iterable[tuple[str, str]]) -> Iterator[
 
 
 def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield a row per new sentence of 6 to 50 words that names a parameter.
+    """Yield a row per sentence of 6 to 50 tokens that names a parameter.
 
-    A new sentence differs from earlier ones in more than names and numbers. A row has "source",
-    "id", "tokens" and "tags", which are IOB2 of PARAM and CODE.
+    Sentences are left out if they do not begin with a letter, have unusual characters, or differ
+    from an earlier one only in numbers and identifiers. A row has "source", "id", "tokens" and
+    "tags", which are IOB2 of PARAM and CODE.
 
     Args:
         documentation: Result of `read_documentation`.
@@ -222,9 +224,10 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
 def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
     """Yield a row per parameter, of the first 5 of each function.
 
-    Parameters are left out if their description has no clean first sentence or repeats an earlier
-    one. A row has "source", "id", "question", "context" and "answers" (`text` and `answer_start`,
-    as in SQuAD). The answer is the first sentence of the parameter's description.
+    The answer is the first clean sentence (4 to 40 words) of the first paragraph of the parameter's
+    description. A parameter is left out if it has none, or one that differs from an earlier one
+    only in numbers and identifiers. A row has "source", "id", "question", "context" and "answers"
+    (`text` and `answer_start`, as in SQuAD).
 
     Args:
         documentation: Result of `read_documentation`.
@@ -256,9 +259,9 @@ def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator
 def build_retrieval_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
     """Yield a row per function: a sentence as query, the next 6 as document.
 
-    Sentences are those of the description, then of the parameters; any that occurred before is
-    skipped. A row has "source", "id", "query" and "document". A function whose document has fewer
-    than 12 words has no row.
+    Sentences are the clean ones (4 to 40 words) of the description, then of the parameters; one
+    that differs from an earlier one only in numbers and identifiers is skipped. A row has "source",
+    "id", "query" and "document". A function whose document has fewer than 12 words has no row.
 
     Args:
         documentation: Result of `read_documentation`.
@@ -374,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Wrong input exits with 2.
 
     Args:
-        argv: The flags; None: those of this process.
+        argv: Arguments after `megaenc finetune demo`; None: `sys.argv[1:]`.
     """
     silence_libraries()
     settings = flags.parse(

@@ -83,8 +83,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     text, except `tokens` and `tags`, which are split into lists.
 
     Raises:
-        InputError: The file is malformed. It is raised during iteration or, for .tsv and .json, by
-            the call.
+        InputError: The file is unreadable or malformed. It is raised during iteration; for .tsv and
+            .json perhaps already by the call.
     """
     name = strip_compression_suffix(path.name).lower()
     if name.endswith(_COLUMNS):
@@ -140,13 +140,14 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
 def read_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
     """Yield (number, text) of each line of a file, numbered from 1.
 
-    gzip and Zstandard are recognized by content.
+    gzip and Zstandard are recognized by content. A byte order mark is dropped.
 
     Args:
-        keep_ends: Keep the line's end.
+        keep_ends: Keep the line's end, a line feed with or without a carriage return.
 
     Raises:
-        InputError: The text is no UTF-8, or a line is too long.
+        InputError: The file is unreadable or not UTF-8, or a line has over 64 MiB. It is raised
+            during iteration.
     """
     with open_decompressed(str(path)) as (_, stream):
         for line_number, line in enumerate(
@@ -178,7 +179,8 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     """Yield (`path:line`, object) of each line of a JSONL file that is not blank.
 
     Raises:
-        InputError: A line is no JSON object, or has a key twice. It is raised during iteration.
+        InputError: The file is unreadable or not UTF-8, a line is no JSON object, or an object has
+            a key twice. It is raised during iteration.
     """
     for line_number, line in read_lines(path):
         if not line.strip():
@@ -377,7 +379,7 @@ class LabelSet:
     def has_numbers(self) -> bool:
         """Return whether a label is spelled like an integer, such as `7` or `-1`.
 
-        Digits as text in a row are then a name and never a position.
+        Digits as text in a row are then a name and never an index.
         """
         return any(_POSITION.fullmatch(label) for label in self.labels)
 
@@ -388,10 +390,11 @@ class LabelSet:
     def index(self, value: Any, location: str) -> int:
         """Return the index of the label `value`, a name or, if `is_indexed`, an index.
 
-        An index is an integer from 0, or its digits as text unless `has_numbers`.
+        An index is an integer from 0, or its digits as text unless `has_numbers`. If not
+        `is_indexed`, an integer is the name that is spelled like it.
 
         Args:
-            location: Start of the error.
+            location: Start of the error, such as file:line.
 
         Raises:
             InputError: The label is unknown, or neither text nor an integer.
@@ -423,7 +426,7 @@ def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelS
     False.
 
     Args:
-        rows: (location, fields) pairs.
+        rows: (location, fields) pairs, of which only the field `label` is read.
     """
     if _HIDDEN in labels.labels:
         return False
@@ -439,10 +442,10 @@ def parse_label(value: Any, location: str) -> str:
     """Return the label `value`, an integer or text that is not empty, as text.
 
     Args:
-        location: Start of the error.
+        location: Start of the error, such as file:line.
 
     Raises:
-        InputError: The value is anything else.
+        InputError: The value is anything else, such as a float or a bool.
     """
     if isinstance(value, float):
         raise InputError(f"{location}: label {value}: {_NO_REGRESSION}")
@@ -458,11 +461,11 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
     not occur, then the others, sorted.
 
     Args:
+        family: SC or TC.
         rows: (location, fields) pairs, with the field `label` in SC and `tags` in TC.
 
     Raises:
-        InputError: A label is missing or invalid, or all are numbers and one has a point or an
-            exponent.
+        InputError: A label is invalid, or all are numbers and one has a point or an exponent.
     """
     names: dict[str, str] = {}  # by name, the first location
     for location, row in rows:
@@ -490,15 +493,15 @@ def check_label_names(
 ) -> LabelSet:
     """Return the LabelSet of `names`, a list from a file, in their order.
 
-    An integer in a row is then an index, but a name if some names are spelled like integers.
+    It `is_indexed` unless a name is spelled like an integer and `is_encoded` is False.
 
     Args:
         names: Value to check: a list of different texts, in TC of IOB2 tags with "O".
-        place: Start of the error.
+        place: Start of the error, such as a file.
         is_encoded: The rows hold indices, whatever the names are.
 
     Raises:
-        InputError: The names are invalid.
+        InputError: `names` is anything else, or empty.
     """
     is_name_list = (
         isinstance(names, list) and names and all(isinstance(name, str) for name in names)
@@ -546,15 +549,15 @@ def build_example(
     """Return a row as LabelledText (SC), TaggedWords (TC) or Question (QA).
 
     SC: `text` (with `text_pair`, joined by the template) and `label`. TC: `tokens` and `tags`. QA:
-    `question`, `context` and `answers`, a mapping of two lists: `text` and `answer_start`.
+    `question`, `context` and, unless `is_impossible`, `answers` (lists `text` and `answer_start`).
 
     Args:
-        location: Start of the error.
         name: Id of the example if the row has no `id`.
+        labels: All labels of the data set, unused for QA; another label is an error.
         pair_template: Template of the pairs of SC (see `build_labelled_text`).
 
     Raises:
-        InputError: The row is invalid.
+        InputError: The row is invalid; the message begins with `location`, such as file:line.
     """
     row_id = check_id(row, location)
     name = name if row_id is None else str(row_id)
@@ -570,7 +573,7 @@ def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
     """Return the value of a row's key `id`, or None if it is missing, null or "".
 
     Args:
-        location: Start of the error.
+        location: Start of the error, such as file:line.
 
     Raises:
         InputError: The id is neither text nor an integer.
@@ -589,15 +592,16 @@ def build_labelled_text(
 ) -> LabelledText:
     """Return the example of a row of sequence classification from its texts.
 
+    `name` and `label` are id and label index of the example; those of the row are not read. A row
+    without `text_pair`, or with null or "" there, is its `text` whatever the template.
+
     Args:
-        location: Start of the error.
-        name: Id of the example; that of the row is not read.
-        label: Index of the label; that of the row is not read.
+        location: Start of the error, such as file:line.
         pair_template: Template that joins `text` and `text_pair` to one text; TOKENIZER_PAIRS to
             keep both, for the tokenizer; empty to ignore `text_pair`.
 
     Raises:
-        InputError: A text is missing or no text.
+        InputError: `text` is missing, or one of the two is not text.
     """
     text = get_value(row, "text", location, str)
     # A table has no null: its empty cell means the same.
@@ -687,6 +691,7 @@ def register_id(places: dict[str, str], key: str, location: str, kind: str = "id
 
     Args:
         places: First location of each id so far, by id; changed in place.
+        location: Place of the id, such as file:line.
         kind: Name of the id's field in the error.
 
     Raises:
@@ -703,7 +708,7 @@ def get_value(row: Mapping[str, Any], key: str, location: str, kind: type = obje
     """Return the value `row[key]` after a check of its type.
 
     Args:
-        location: Start of the error.
+        location: Start of the error, such as file:line.
         kind: str, list, or object for any value but null.
 
     Raises:

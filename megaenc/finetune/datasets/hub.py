@@ -47,7 +47,7 @@ class HubSpec:
     `config` is the configuration on the Hub, None for the default. `fields` has the column on the
     Hub by our field name, `template` joins the texts of an example of SC, `labels` are in the order
     of their indices. If `test`, the Hub's split for test, is not "test", validation is drawn from
-    train.
+    train. `rule` only describes the splits, for the fingerprint.
     """
 
     family: TaskFamily
@@ -202,16 +202,15 @@ def build_hub_examples(
     spec: HubSpec,
     labels: formats.LabelSet,
 ) -> Examples:
-    """Return the examples of the rows of `data`, in order.
+    """Return the examples of the rows of `data`, a `datasets.Dataset`, in order.
 
     Empty sentences are left out, and invalid questions too, with a message.
 
     Args:
-        name: Name of the data set, for messages.
-        on_hub: Split on the Hub, for messages and ids.
-        data: Table of `datasets` (Dataset).
+        name, on_hub: Data set, and split on the Hub, for messages and ids.
         row_indices: Index, from 0, of each row of `data` in the Hub's split.
-        labels: Labels of the data set.
+        spec: Description whose `family`, `fields` and `template` are used.
+        labels: All labels of the data set; another label is an error.
 
     Raises:
         InputError: A text or a sentence is wrong.
@@ -432,18 +431,14 @@ def load_from_hub(
     """Return `datasets.load_dataset` of a repository: a Dataset or a DatasetDict.
 
     The result is a Dataset with the option `split`. A line that names the repository is printed
-    once.
+    once. A failure is a DataUnavailable if it is temporary and `is_retried`, else an InputError.
 
     Args:
         name: Name of the data set, for that line.
-        config, revision: Configuration (None) and revision (empty) on the Hub, or their defaults.
-        start, advice: Start and end of the error.
-        is_retried: Raise DataUnavailable for a temporary failure.
+        config, revision: Configuration and revision on the Hub; None and "" stand for its defaults.
+        start, advice: Start, with its `: `, and end of the error.
+        is_retried: Whether the caller repeats temporary failures.
         options: Options of `load_dataset`, such as `split`.
-
-    Raises:
-        DataUnavailable: `is_retried`, and the failure is temporary.
-        InputError: The repository cannot be read.
     """
     import datasets
 

@@ -66,17 +66,17 @@ class HubReference(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the name in results: the repository without its owner, and CONFIG if any."""
+        """Return the name in results: the repository without owner, and `-CONFIG` if any."""
         name = self.repository.rpartition("/")[2]
         return f"{name}-{self.config}" if self.config else name
 
 
 def parse_hub_reference(text: str) -> HubReference | None:
-    """Return the HubReference of `ORG/NAME`, or None for other text.
+    """Return the HubReference of `ORG/NAME`, or None if `text` is no repository.
 
-    `ORG/NAME:CONFIG` is one too, each may have @REVISION, and `hf:` may be before it. An existing
-    path is none, and without `hf:` neither is a NAME without ORG, nor a path in an existing
-    directory. The Hub is not asked.
+    ORG/NAME, ORG/NAME:CONFIG and, after `hf:`, also NAME are repositories, each with @REVISION or
+    not. An existing path is not; without `hf:`, neither is a path in an existing directory ORG. The
+    Hub is not asked.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or os.path.exists(text):
@@ -93,15 +93,15 @@ def load_hub_repository(
     """Return the Dataset `name` of a repository on the Hub.
 
     The repository is downloaded, unless it is in the cache, and read now to find its columns and
-    labels.
+    labels. A test split whose labels are hidden (-1) is left out with a message.
 
     Args:
-        name: Name in results and messages.
         flags: Options; `task` and `pair_template` (a template or TOKENIZER_PAIRS) are read.
-        start: Start of the error if the repository cannot be read.
+        start: Start of the error, with its `: `, if the repository cannot be read.
 
     Raises:
-        InputError: The repository cannot be read, or its data is of no known task.
+        InputError: The repository cannot be read, even if only now, or its splits, columns or
+            labels are of no known task.
     """
     repository, config, revision = reference
     advice = "expected a data set of the Hub and a network once, or a path of local data"

@@ -43,9 +43,11 @@ _SPLIT_WORDS = {
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """Options of data sets: task, text pairs, documents, training set and demos.
+    """Options of data sets: task, text pairs, documents to search, training set.
 
     Each field is a flag of `megaenc finetune run` and `grid`, and an option of `find_dataset`.
+    `train_on` is a retrieval set to train on, `demo_folder` the directory of the demo sets. The
+    constructor checks nothing.
     """
 
     task: Literal["", "SC", "TC", "QA", "IR"] = ""
@@ -95,17 +97,16 @@ class DatasetConfig:
 def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) -> Dataset:
     """Return the Dataset `name` of the directory or file `path`.
 
-    Files are hashed now, and read to find task family and labels. `load_split` parses them again. A
-    test file whose labels are hidden (-1) is left out with a message.
+    Files are hashed now and, except those in BEIR's layout, read to find task family and labels.
+    `load_split` parses them again. A test file whose labels are hidden (-1) is left out with a
+    message.
 
     Args:
-        name: Name in results and messages.
         flags: Options; only `task` and `whole_corpus` are read.
         pair_template: Template that joins pairs in SC, or TOKENIZER_PAIRS.
 
     Raises:
-        InputError: The path or a file is unreadable, the format is unknown, labels are invalid, or
-            the data is not of `flags.task`.
+        InputError: A file is unreadable, or of unknown format, labels or task.
     """
     if path.is_dir() and beir.is_beir_directory(path):
         if flags.task not in ("", "IR"):
@@ -310,12 +311,12 @@ def find_split_files(path: Path) -> dict[SplitName, Path]:
     """Return the file of each split in a directory, by split.
 
     A word of a file's name gives the split (`train`, `en_ewt-ud-train`); a name that is only this
-    word has priority. Hidden files, meta.json and files of unknown formats are ignored. If `path`
-    is a file, it is the test split.
+    word has priority. Splits without a file are left out; hidden files, meta.json and files of
+    unknown formats are ignored. If `path` is a file, it is the test split.
 
     Raises:
-        InputError: The path is unreadable, a file is of an unknown format, no file is of a split,
-            or several files are of one split or one is of two.
+        InputError: `path` is unreadable or a file of unknown format, no file is of a split, several
+            files are of one split, or a file is of two.
     """
     if path.is_file():
         if formats.strip_format_suffix(path) is None:

@@ -22,16 +22,15 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 def find_dataset(name_or_path: str, **options: Any) -> Dataset:
     """Return the Dataset of a known name, a local path or a repository of the Hub.
 
+    Missing demo sets are written, which takes minutes. Local data and repositories are read to find
+    labels; other data is downloaded by `load_split`. A wrong name, option or file is an InputError.
+
     Args:
         name_or_path: A name of DATASETS (`sst2`, or `sst2@REVISION` of the Hub); a path to local
             data, named after its directory or file; a repository ORG/NAME, ORG/NAME:CONFIG or
             hf:NAME, each with @REVISION or not. `NAME=` before a path or repository gives a name.
             If that is a name of the study, pairs use the study's template.
         options: Fields of DatasetConfig.
-
-    Raises:
-        InputError: The name is unknown, the data is unreadable or of another task, or `train_on` is
-            no retrieval data.
     """
     flags = DatasetConfig(**options)
     flags.check()
