@@ -122,8 +122,8 @@ class FinetuneConfig:
         """Return a copy in which `add_bos` and `add_eos` replace `special_tokens`.
 
         If one of the two is given, the other gets its default: no BOS, an EOS. If none is given,
-        "eod" becomes only an EOS and "none" neither, both with an empty `special_tokens`; "template"
-        and "" stay. Results of earlier versions have `add_bos` and `add_eos`.
+        "eod" becomes only an EOS and "none" neither, both with an empty `special_tokens`, while
+        "template" and "" stay. Results of earlier versions have `add_bos` and `add_eos`.
         """
         if self.adds_named_tokens:
             return replace(self, add_bos=bool(self.add_bos), add_eos=self.add_eos is not False)

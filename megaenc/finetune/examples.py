@@ -233,7 +233,10 @@ def choose_validation_queries(query_ids: list[str]) -> set[str]:
 
 
 def hash_examples(examples: Examples) -> str:
-    """Return the hexadecimal SHA-256 of all fields of all examples, in their order."""
+    """Return the SHA-256 (hex) of the examples' fields, in the order of the examples.
+
+    `ignore_identical_ids` of RetrievalExamples is not included.
+    """
     digest = hashlib.sha256()
     parts = (
         (examples.queries, examples.documents, examples.relevant)

@@ -26,7 +26,7 @@ _GUESSED_SENTENCES = 200  # from which the surest are printed
 class FillMaskConfig:
     """Options of `megaenc fill-mask`: model, text, mask ratio, amounts to evaluate.
 
-    Each field is a flag.
+    Each field is a flag; `model` and `input` have no default.
     """
 
     model: str
@@ -122,20 +122,17 @@ def compute_mask_score(
     limit: int,
     seq_length: int = 0,
 ) -> MaskScore:
-    """Return a model's accuracy and loss on masked tokens.
+    """Return a model's accuracy and loss on masked tokens of the documents `texts`.
 
     Documents get the tokenizer's special tokens, or at least an EOS, and are split into windows.
-    Masks are the same in every call. A window's first token is not scored.
+    Masks are the same in every call. A window's first token is not scored. If no token can be
+    masked, or the model reads fewer tokens than `seq_length`, it is an InputError.
 
     Args:
         model, tokenizer: Result of `load_masked_lm`.
-        texts: Documents.
         mask: Fraction of the tokens to mask, above 0.
-        limit: Number of tokens to read from the start of `texts`.
+        limit: Number of tokens to read from the start of `texts`, special tokens included.
         seq_length: Maximum tokens of a window; 0: the most that model and tokenizer read.
-
-    Raises:
-        InputError: No token can be masked, or the model reads fewer tokens than `seq_length`.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -248,8 +245,8 @@ def choose_masked_sentences(
 ) -> list[MaskedSentence]:
     """Return at most `count` sentences with one masked content word, by a fixed seed.
 
-    The sentences are English, have 8 to 25 words, and are of different documents, in the order of
-    `texts`, which is read to its end. The masked word is one token of `tokenizer`.
+    The sentences have 8 to 25 words in the letters a to z, and are of different documents, in the
+    order of `texts`, which is read to its end. The masked word is one token of `tokenizer`.
     """
     sentences = []
     function_words = _FUNCTION_WORDS.split()
@@ -372,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Wrong input exits with 2.
 
     Args:
-        argv: The flags; None: those of this process.
+        argv: Arguments after `megaenc fill-mask`; None: `sys.argv[1:]`.
     """
     silence_libraries()
     settings = flags.parse(FillMaskConfig, argv, prog="megaenc fill-mask", description=__doc__)

@@ -54,8 +54,9 @@ class FinetuneJob:
 
     `build_jobs` builds it, `train_and_evaluate` runs it. Results are written below `output`, in
     directories named after model, family, data set, learning rate and seed (`job_directory`).
-    `train_on` is the name of the training set, `learning_rate` the peak. `keep` and `save_model`
-    tell whether and where the trained model is written.
+    `train_on` is the name of the training set, which is the only data set of `evaluate_on` except
+    in retrieval; `learning_rate` is the peak. `keep` and `save_model` tell whether and where the
+    trained model is written; it is not by default.
     """
 
     model: NamedSource

@@ -52,9 +52,7 @@ _MAX_CHECKED_TOKENS = 2048
 
 
 def padding_id(tokenizer: Any) -> int | None:
-    """Return the id of a tokenizer's padding token, or without one of its end token.
-
-    Without either the result is None.
+    """Return the id of a tokenizer's padding token, else of its EOS token, else None.
 
     Args:
         tokenizer: Tokenizer of transformers.
@@ -69,7 +67,7 @@ def write_trained_tokenizer(
 
     Args:
         tokenizer: Tokenizer of transformers. It is changed: maximum length, sides and, if it has
-            none, its padding token.
+            none, its padding token (EOS, or without one SEP).
         directory: Existing directory, which gets tokenizer.json and tokenizer_config.json.
         max_length: Maximum tokens of a text, special tokens included.
         model_type: Value of `model_type` in the config.json of `directory`.
@@ -175,8 +173,9 @@ def check_same_model(
 class ModelKeeper:
     """Writer of a task's fine-tuned model that verifies the model in transformers.
 
-    Call `check_tokenizer` before training, and `keep` after the evaluation. A written directory has
-    weights, config, tokenizer, finetuning.json and README.md. `encoder` tokenizes as in training.
+    Call `check_tokenizer` before training, and `keep`, which also writes the run's results, after
+    the evaluation. A written directory has weights, config, tokenizer, finetuning.json and
+    README.md. `encoder` tokenizes as in training.
     """
 
     job: FinetuneJob
@@ -206,18 +205,14 @@ class ModelKeeper:
         """Write the float32 `model` if the job keeps it, then the run's results.
 
         `job.save_model` always gets the model. With `job.keep` "best", the results get it only if
-        its validation score is the best of all results so far of this model and data set (of equal
-        ones, the lower rate, then the lower seed is best), and kept models of those runs are
-        removed.
+        its validation score is the best of all results so far of this model and training set (of
+        equal ones, the lower rate, then the lower seed is best), and models kept by the other runs
+        are removed. Other outputs of transformers are an InputError, and no results are written.
 
         Args:
             data: Test split, to compare outputs on.
             evaluate: Function that returns the scores of `model` by split, called if it is written.
-            results: Results on all data sets. The first gives the score and the directory of the
-                model.
-
-        Raises:
-            InputError: transformers computes other outputs; no results are written.
+            results: Results on all data sets. The first gives the score and the model's directory.
         """
         job = self.job
         result = results[0]

@@ -13,7 +13,7 @@ _MAX_RATIO = 5
 def describe_label_counts(
     name: str, labels: Sequence[str], counts: Mapping[str, np.ndarray]
 ) -> list[str]:
-    """Return lines about imbalanced, absent and unseen labels; none if there are none.
+    """Return lines about imbalanced, absent and unseen labels; [] if there are none.
 
     One line is about labels that are imbalanced (the most frequent has over 5 times the examples of
     the rarest in train) or absent, another about labels of the evaluation splits that train lacks.

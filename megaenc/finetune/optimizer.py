@@ -68,15 +68,14 @@ def check_warmup(steps: int, warmup: float) -> None:
 class MasterWeightOptimizer:
     """AdamW with warmup, linear decay, clipping and float32 master weights.
 
-    Call `step` after one or more backward passes, whose gradients add up. Parameters of `model`
-    that are 16-bit have float32 master weights, except with precision "paper-bf16", whose optimizer
-    state is 16-bit too. A master weight starts from the parameter's attribute `unrounded`, if it
-    exists (see `load_backbone`), and the attribute is removed. Parameters without `requires_grad`
-    are left out.
+    Call `step` after one or more backward passes, whose gradients add up. 16-bit parameters of
+    `model` have float32 master weights, which take their gradients in the backward pass, except with
+    precision "paper-bf16", whose optimizer state is 16-bit too. A master weight starts from the
+    parameter's attribute `unrounded`, if it exists (see `load_backbone`), and the attribute is
+    removed. Parameters without `requires_grad` are left out.
 
     Args:
-        learning_rate: Peak learning rate.
-        steps: Number of steps of the schedule, after which the learning rate is 0.
+        learning_rate, steps: Peak learning rate, and number of steps after which it is 0.
         protocol: Warmup, weight decay, betas, epsilon, clipping and precision.
     """
 
@@ -206,10 +205,10 @@ class MasterWeightOptimizer:
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clip gradients, update weights and learning rate, and zero the gradients.
+        """Clip gradients, update weights and learning rate, and set gradients to None.
 
-        If the gradient norm is NaN or inf, neither weights nor learning rate change; gradients are
-        zeroed.
+        If the gradient norm is NaN or inf, neither weights nor learning rate change, and nothing is
+        raised. Parameters without a gradient do not change.
 
         Returns:
             The gradient norm before clipping.

@@ -29,7 +29,7 @@ _TOKENS_PER_FORWARD = 4096
 class PredictConfig:
     """Options of `megaenc finetune predict`: kept model, rows to predict, output file.
 
-    Each field is a flag; `model` and `input` must be given.
+    Each field is a flag; `model` and `input` must not stay empty, which only `predict_main` checks.
     """
 
     model: str = ""
@@ -49,11 +49,11 @@ class PredictConfig:
 def predict_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune predict`: write a line of JSON for each row of a file.
 
-    The lines go to --output, or to stdout, and everything else then to stderr. Wrong input exits
-    with 2.
+    The lines go to --output. Without it they go to stdout, and everything else to stderr. Wrong
+    input, such as an existing --output without --overwrite, exits with 2.
 
     Args:
-        argv: The flags; None: those of this process.
+        argv: Arguments after `megaenc finetune predict`; None: `sys.argv[1:]`.
     """
     silence_libraries()
     settings = flags.parse(
@@ -235,15 +235,13 @@ def predict(
 
     A prediction is {"label", "score"} in SC, with the probability of the label from 0 to 1, rounded
     to 6 digits; {"tags"}, a list with a tag's name for each word, in TC; {"answer"}, a text, empty
-    if there is none, in QA. Progress and the number of texts that are cut are printed.
+    if there is none, in QA. Progress and the number of texts that are cut are printed. It is an
+    InputError if the directory holds no such model, a row cannot be tokenized, or a score is NaN.
 
     Args:
         family, protocol: Those of the model's finetuning.json; IR is not supported.
         examples: Examples of the family; their labels are ignored.
         all_scores: In SC, add {"scores"}: the probability of every label, by its name.
-
-    Raises:
-        InputError: The directory holds no such model, or a row cannot be tokenized.
     """
     import torch
 

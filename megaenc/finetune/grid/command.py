@@ -43,8 +43,9 @@ from megaenc.processes import exit_on_sigterm
 class GridConfig:
     """Options of `megaenc finetune grid`: models, data sets, rates, seeds, execution.
 
-    Each field is a flag; `model` and `datasets` must be given. `seeds` is a number of seeds: 5
-    stands for 0 to 4.
+    Each field, and each of the nested options, is a flag, read by `flags.parse_with_config`.
+    `model` and `datasets` must not stay empty, which only `plan_grid` checks. `seeds` is a number
+    of seeds: 5 stands for 0 to 4.
     """
 
     config: str = ""
@@ -71,7 +72,11 @@ class GridConfig:
 
 
 class GridPlan(NamedTuple):
-    """All jobs of a grid, the unfinished ones, and those that failed before."""
+    """All jobs of a grid, the unfinished ones, and those that failed before.
+
+    `pending` has the jobs to run, with only the data sets that lack results, and so also failed
+    jobs that are to be repeated. `failed` has (job, path of failed.json) of other failed jobs.
+    """
 
     jobs: list[FinetuneJob]
     """All jobs, in order of execution."""
@@ -90,7 +95,8 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
         find_dataset: Function like `registry.find_dataset`.
 
     Raises:
-        InputError: A flag, model or data set is wrong.
+        InputError: A flag, model or data set is wrong, or results in the output directory are of
+            other settings, models or data.
     """
     settings.protocol.check()
     for name in ("model", "datasets", "learning_rates"):
@@ -220,7 +226,7 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
     Wrong input exits with 2; see `run_grid` for other exit codes.
 
     Args:
-        argv: The flags; None: those of this process.
+        argv: Arguments after `megaenc finetune grid`; None: `sys.argv[1:]`.
     """
     silence_libraries()
     settings = flags.parse_with_config(
@@ -236,8 +242,8 @@ def run_grid(
 ) -> None:
     """Run a grid's unfinished jobs on this machine, or submit them to Slurm.
 
-    On this machine it exits if a job has no result: with 2 if each of these had wrong input in this
-    call, else with 1.
+    A submission is not waited for. On this machine SystemExit is raised if a job has no result:
+    with 2 if each of these had wrong input in this call, else with 1.
 
     Args:
         find_dataset: Function like `registry.find_dataset`.

@@ -37,16 +37,15 @@ def build_jobs(
     """Return one FinetuneJob per model, training set, seed and learning rate.
 
     Retrieval sets with the same training pairs share jobs. Jobs are ordered by training set, model,
-    seed and learning rate.
+    seed and rate. Special tokens that `protocol` leaves open are those of each model's tokenizer.
 
     Args:
-        models, datasets: Arguments of `parse_model` and of `find_dataset`.
+        models, datasets: Arguments of `parse_model` and of `find_dataset`, which gets `data` too.
         rates, seeds: Peak learning rates, and seeds, which are iterated several times.
         output: Root directory of the results, whose cache of fingerprints is read.
 
     Raises:
-        InputError: A model or data set is unusable, a name or rate occurs twice, or head or pooling
-            do not fit the task family.
+        InputError: A model, data set, head or pooling is unusable, or a name or rate repeated.
     """
     sources = [parse_model(name_or_path) for name_or_path in models]
     loaded_datasets = [

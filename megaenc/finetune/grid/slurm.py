@@ -30,7 +30,8 @@ class SlurmConfig(ClusterConfig):
 class SlurmTask:
     """Picklable task of a job array: a function without arguments that runs `jobs`.
 
-    `run_function`, as module:name, runs a job, and `local` has the options on the task's machine.
+    It returns the number of jobs without results. `run_function`, as module:name, runs a job, and
+    `local` has the options on the task's machine.
     """
 
     jobs: tuple[FinetuneJob, ...]
@@ -65,8 +66,7 @@ def submit_jobs(
 
     Args:
         run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
-        settings: Options of Slurm; `jobs_per_task` jobs share a task.
-        local: Options of each task on its machine.
+        settings, local: Options of Slurm (`jobs_per_task` jobs share a task), and of each task.
         output: Directory of results, whose directory .slurm gets the logs.
 
     Returns:

@@ -53,9 +53,10 @@ _SERVER_ENVIRONMENT = {
 class JobOutcome:
     """Outcome of one attempt at a job, with the reason and the end of the log.
 
-    `finished`: results are written. `failed`: the job failed for good. `refused`: wrong input.
-    `busy`: another process holds its lock. `crashed`: an exception, a signal, or a timeout without
-    progress.
+    `finished`: results are written. `failed`: failed.json is written, because of NaN or inf.
+    `refused`: wrong input. `busy`: another process holds its lock. `crashed`: an exception, a
+    signal, or a timeout without progress. `reason` is empty for `finished` and `busy`, `log_tail`
+    unless `crashed`.
     """
 
     kind: Literal["finished", "failed", "refused", "busy", "crashed"]
@@ -85,12 +86,12 @@ def start_fork_server(run_function: str) -> ForkServerContext:
 def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
     """Return a slot per concurrent run: the environment variables that select its GPU.
 
-    Slots are dicts, empty without GPUs. The first ones are on different GPUs.
+    Without GPUs each slot is an empty dict. The first slots are on different GPUs.
 
     Args:
-        jobs: Maximum number of slots. 0: `jobs_per_gpu` on each GPU, without GPUs one for every
-            `threads` cores, at least one.
-        jobs_per_gpu: Slots on each GPU.
+        jobs: Number of slots, with GPUs its maximum. 0: `jobs_per_gpu` on each GPU, without GPUs
+            one for every `threads` cores, at least one.
+        jobs_per_gpu: Slots on each GPU; no effect without GPUs.
         threads: CPU threads of a run.
     """
     if device_count := len(accelerator_names()):
@@ -102,8 +103,8 @@ def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, st
 class ForkedRun(ChildProcess):
     """Child process, forked from the fork server, that attempts a job.
 
-    The constructor starts it. Call `poll` until it returns an outcome; `progress` is the latest
-    one.
+    The constructor starts it, or raises InputError if the fork server was killed. Call `poll` until
+    it returns an outcome; `progress` is the latest RunProgress.
 
     Args:
         context: Result of `start_fork_server`.
@@ -172,7 +173,7 @@ class ForkedRun(ChildProcess):
         """Return the outcome of the process, or None while it runs.
 
         Pending messages are received, which updates `progress` and the lines of `take_messages`. A
-        process that hangs is killed, and has crashed.
+        process that hangs is killed; its outcome, and that of one without a result, is `crashed`.
 
         Args:
             patience: Seconds without a message after which the process is killed; 0: never.
@@ -224,7 +225,8 @@ class ForkedRun(ChildProcess):
 def log_path(job: FinetuneJob) -> Path:
     """Return the path of log.txt (stdout and stderr) in the job's results directory.
 
-    A job of several data sets has its log in the directory of the first one.
+    A job of several data sets has its log in the directory of the first one. The file is missing
+    after a run without output.
     """
     return result_files.job_directory(job, job.evaluate_on[0].name) / LOG_FILE
 

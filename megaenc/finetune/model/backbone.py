@@ -254,18 +254,14 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """Return attention within each text of the current pack; transformers calls it.
+    """Return (attention, None) within each text of the current pack, for transformers.
 
-    The pack is that of the `Backbone.compute_states` in progress.
+    The pack is that of `Backbone.compute_states` in progress. Attention is [1, T, heads, dim].
 
     Args:
-        query: [1, heads, T, dim].
-        key, value: [1, groups, T, dim].
+        query, key, value: [1, heads, T, dim], for key and value with groups instead of heads.
         scaling: Factor of the scores; None: dim ** -0.5.
         sliding_window: Window in tokens; None: none.
-
-    Returns:
-        Attention, [1, T, heads, dim], and None.
 
     Raises:
         NotImplementedError: A score bias, softcap, sinks, a cache, an attention mask, a batch of

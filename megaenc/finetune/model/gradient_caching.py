@@ -13,7 +13,7 @@ def backward_by_packs(
     embed: Callable[[PackedTexts], Tensor],
     compute_loss: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Backpropagate a loss of the embeddings of all `packs`, one pack at a time.
+    """Backpropagate a loss of all packs' embeddings pack by pack; return it detached.
 
     The loss and its gradients equal those of one large batch, but only the graph of one pack is in
     memory, and all packs but the first are embedded twice, with the same dropout (gradient caching,
@@ -23,9 +23,6 @@ def backward_by_packs(
         packs: At least one.
         embed: Function that returns the embeddings of a pack, [texts, size].
         compute_loss: Function of the embeddings [texts, size], in the order of the packs.
-
-    Returns:
-        The detached loss, a scalar.
     """
     device = packs[0].tokens.device
     on_gpu = device.type == "cuda"

@@ -42,15 +42,13 @@ def load_backbone(
 
     It is in eval mode. The test checks that each state depends on exactly the visible tokens of its
     text, and that packed states equal padded ones; if packing fails, texts are padded, and a line
-    is printed. Rounded parameters keep their float32 value as the attribute `unrounded`, for an
-    optimizer's master weights. Code in the directory is never executed.
+    is printed. A directory that cannot be loaded and a model that fails the test are an InputError.
+    Rounded parameters keep their float32 value as the attribute `unrounded`, for an optimizer's
+    master weights. Code in the directory is never executed.
 
     Args:
         attention: Direction of attention; None: the model's own.
         check: Called with the float32 backbone and short random texts; may raise InputError.
-
-    Raises:
-        InputError: The directory cannot be loaded, or the model fails the test.
     """
     model, _ = _load_hf_model(directory, TaskFamily.IR)
     return _build_backbone(model, directory, attention, device, dtype, check)
@@ -69,17 +67,15 @@ def load_with_native_head(
 ) -> tuple[Backbone, NativeHead]:
     """Return a directory's backbone, and the head of transformers' class for a task.
 
-    The backbone and errors are those of `load_backbone`, in `dtype`. The head is float32, with new
-    random weights from torch's generator.
+    The backbone and errors are those of `load_backbone`, in `dtype`; a family without such a class
+    is an InputError too. The head is float32, with new random weights from torch's generator.
 
     Args:
+        family: SC, TC or QA.
         labels: Label names in the order of their indices.
         padding: The tokenizer's padding id, for a config without one; None: none.
         check: Called with the float32 backbone, the head and short random texts; may raise
             InputError.
-
-    Raises:
-        InputError: transformers has no such class.
     """
     model, has_pooler_weights = _load_hf_model(directory, family, labels)
     if model.config.pad_token_id is None:
@@ -340,6 +336,8 @@ class AttentionProbe:
     def is_different(self, *functions: Callable[[PackedTexts], Tensor]) -> bool:
         """Return whether two functions differ beyond rounding on the random texts.
 
+        NaN in a result is a difference.
+
         Args:
             functions: Two functions from packed texts to token states.
         """
@@ -355,7 +353,7 @@ class AttentionProbe:
             model_direction: Direction of the model's own attention.
 
         Returns:
-            None if packing is enabled, else text on the failed test.
+            None if packing is enabled, else a clause such as "bert mixes texts or directions".
         """
         backbone = self.backbone
         target = backbone.attention

@@ -79,7 +79,8 @@ class _GivenStates(nn.Module):
 class NativeHead(nn.Module):
     """Head of a transformers task class, applied to the states of packed texts.
 
-    The class's own code computes it. A pooler belongs to the head.
+    The class's own code computes it. A pooler belongs to the head. The weights are those of
+    `task_model` until `reset_parameters` draws new ones.
 
     Args:
         task_model: Model of the task class. It is changed: a stand-in replaces its base model,
@@ -175,18 +176,15 @@ def build_hf_model(
 ) -> Any:
     """Return a float32 model of transformers' task class with the weights of a run.
 
-    The weights are those of `backbone` and `head`. The model is on the CPU and in eval mode. Its
-    outputs are not compared: see `check_same_outputs`.
+    The weights are those of `backbone` and `head`. The model is on the CPU and in eval mode. It is
+    an InputError if transformers has no class for the family, or none that can compute a linear
+    head. Outputs are not compared: see `check_same_outputs`.
 
     Args:
         head: A linear layer or a NativeHead; not used in IR.
         labels: Label names in the order of their indices; not used in IR.
         padding: The tokenizer's padding id, for a config without one; None: none.
         pooling: Pooling before a linear head, for classes that can choose it.
-
-    Raises:
-        InputError: transformers has no class for the family, or none that can compute a linear
-            head.
     """
     config = copy.deepcopy(
         head.model.config if isinstance(head, NativeHead) else backbone.model.config

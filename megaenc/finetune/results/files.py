@@ -123,8 +123,9 @@ class SplitScores:
     """Scores of a run on one split, as fractions (see METRIC_BOUNDS), not percent.
 
     `score` is the study's, `metrics` the standard ones by name, and `baseline` both ("score" and
-    the metrics) of a trivial predictor on the same examples. `collapsed` is the reason if the
-    predictions are worthless, such as "constant prediction positive", else None.
+    the metrics) of a trivial predictor on the same examples; the two are {} if the file lacks them.
+    `collapsed` is the reason if the predictions are worthless, such as "constant prediction
+    positive", else None.
     """
 
     score: float
