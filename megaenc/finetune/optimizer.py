@@ -69,9 +69,9 @@ class MasterWeightOptimizer:
     """AdamW with warmup, linear decay, clipping and float32 master weights.
 
     Call `step` after one or more backward passes, whose gradients add up. 16-bit parameters of
-    `model` have float32 master weights, which take their gradients in the backward pass, except with
-    precision "paper-bf16", whose optimizer state is 16-bit too. A master weight starts from the
-    parameter's attribute `unrounded`, if it exists (see `load_backbone`), and the attribute is
+    `model` have float32 master weights, which take their gradients in the backward pass, except
+    with precision "paper-bf16", whose optimizer state is 16-bit too. A master weight starts from
+    the parameter's attribute `unrounded`, if it exists (see `load_backbone`), and the attribute is
     removed. Parameters without `requires_grad` are left out.
 
     Args:

@@ -107,10 +107,12 @@ def choose_special_tokens(
 ) -> SpecialTokens:
     """Return the special tokens that `protocol` puts around each text.
 
-    They are named by its `add_bos` and `add_eos`, else by its `special_tokens`.
+    If its `add_bos` or `add_eos` is given, they are BOS (else CLS) before a text if `add_bos`, and
+    EOS (else SEP) after it unless `add_eos` is False, so that `add_bos` alone adds both. If neither
+    is given, they follow `special_tokens` (see `resolve_special_tokens`).
 
     Raises:
-        InputError: The tokenizer lacks a token that a flag requires.
+        InputError: The tokenizer lacks a required token; an empty `special_tokens` requires none.
     """
     if not protocol.adds_named_tokens:
         return resolve_special_tokens(tokenizer, protocol.special_tokens)
@@ -144,9 +146,9 @@ def resolve_protocol(
 ) -> FinetuneConfig:
     """Return a copy of `protocol` that names the tokenizer's default special tokens.
 
-    `protocol` must name none itself. The default is the tokenizer's template, or an EOS if that
-    adds nothing; a template of only an EOS is recorded as `add_eos`, as in results of earlier
-    versions.
+    `protocol` must name none itself. The default is the tokenizer's template; if that adds nothing,
+    an EOS, or without one nothing. A template is recorded as `special_tokens`, but only an EOS, or
+    nothing, as `add_bos` and `add_eos`, as in results of earlier versions.
     """
     special = resolve_special_tokens(tokenizer, "")
     end = resolve_special_tokens(tokenizer, "eod") if special.after else SpecialTokens()

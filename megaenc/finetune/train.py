@@ -51,17 +51,12 @@ _DTYPES = {"bf16": torch.bfloat16, "paper-bf16": torch.bfloat16, "fp32": torch.f
 
 
 def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progress: None) -> bool:
-    """Train a model, evaluate it, and write its result files.
+    """Train a model, evaluate it, and write its result files; return True.
 
-    Result files are a deterministic function of `job`. A run with a NaN or inf writes failed.json
-    for the data sets without a result, and results of data sets evaluated before. The caller must
-    hold the run's lock (`try_lock_run`).
-
-    Args:
-        report: Function that receives the progress.
-
-    Returns:
-        True, or False at a NaN or inf.
+    At a NaN or inf it returns False: data sets evaluated before get results, the others
+    failed.json, and no model is kept. `report` receives the progress. Equal jobs on a machine write
+    equal results.json and failed.json if `job.protocol.deterministic`. The caller must hold the
+    run's lock (`try_lock_run`).
 
     Raises:
         InputError: The model or a data set is unusable.
@@ -89,7 +84,7 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
 
 
 class RunFailure(ArithmeticError):
-    """Error that a loss, a gradient norm or a prediction of a run is NaN or inf.
+    """ArithmeticError that a loss, a gradient norm or a prediction is NaN or inf.
 
     `step` is the training step, from 1, in or after which the value occurred.
     """
@@ -117,8 +112,9 @@ class HeldOutData:
 class FinetuneRun:
     """Run of a job: training, evaluation, and the model that it keeps.
 
-    The constructor loads data and model. Call `train` once, then `evaluate` for each of `held_out`,
-    then `keep` if `keeper` is not None. `train_and_evaluate` does all this.
+    The constructor loads data and model, which may raise InputError or DataUnavailable, and calls
+    `make_deterministic`. Call `train` once, then `evaluate` for each of `held_out`, then `keep` if
+    `keeper` is not None. `train_and_evaluate` does all this, and writes the results.
 
     Args:
         report: Function that receives the progress.
@@ -205,7 +201,7 @@ class FinetuneRun:
         self.seconds = {"loading": time.monotonic() - self.began}
 
     def train(self) -> None:
-        """Train to the last step or an early stop, with validations between if asked for.
+        """Train to the last step or an early stop, with validations every --eval-interval.
 
         The model's weights change; nothing is written.
 
@@ -431,8 +427,8 @@ class _ProgressReporter:
 class SplitLoader:
     """Loader of tokenized splits, with a cache on disk that all runs share.
 
-    `cache` is the directory of the cache. `report` is called while another process tokenizes the
-    same split.
+    `cache` is the directory of the cache, `encoder` tokenizes. While another process tokenizes the
+    same split, `report` is called with RunProgress("loading") five times a second.
     """
 
     cache: Path

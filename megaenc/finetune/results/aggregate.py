@@ -290,8 +290,8 @@ def compute_sensitivity(
 ) -> RateSensitivity | None:
     """Return the RateSensitivity of scores by learning rate, then seed.
 
-    Only rates that have all `seeds` count, and only these seeds. Without such a rate the result is
-    None.
+    Only rates that have all `seeds`, at least one, count, and only these seeds. Without such a rate
+    the result is None.
 
     Args:
         scores: Scores as fractions, as `ScoreCell.scores_by_rate` returns them.

@@ -144,8 +144,10 @@ class Result:
     """One run of a results tree, with its scores or the reason of its failure.
 
     `read_result` reads it from the directory `path`. `validation` and `test` are None if the run
-    failed, `failure` is None if it did not. `family` is the name of a task family, `train_on` the
-    training set. `evaluations` has (step, score as a fraction) of the validations during training.
+    failed, `failure` is None if it did not. `family` is the name of a task family, `train_on` that
+    of the training set, which differs from `dataset` only in retrieval. `evaluations` has (step,
+    score as a fraction) of the validations during training, of which `best_step` is the best, 0
+    without any. With `scores_only` the file lacks everything but scores, like the study's own.
     """
 
     model: str
@@ -325,7 +327,8 @@ def read_job_state(job: FinetuneJob, dataset: str) -> Literal["finished", "faile
     failed.json.
 
     Raises:
-        InputError: A file is malformed, or its protocol or fingerprints differ from the job's.
+        InputError: A file is malformed, or its protocol or fingerprints differ from the job's; an
+            empty `precision` and 0 as `max_length` of the job fit any value.
     """
     for name, state in ((RESULTS, "finished"), (FAILED, "failed")):
         path = job_directory(job, dataset) / name
@@ -365,8 +368,8 @@ def find_protocol_difference(
 ) -> str | None:
     """Return the first protocol or fingerprint value that differs in a result file.
 
-    It is text such as "batch_size is 16 there, 32 here"; None if nothing differs, or if the file is
-    unreadable or lacks the values. Only the start of the file is read.
+    It is a clause such as "batch_size is 16 there, 32 here"; None if nothing differs, or if the
+    file is unreadable or lacks the values. Only the start of the file is read.
 
     Args:
         file: results.json or failed.json.
@@ -418,7 +421,8 @@ def read_result_tree(root: str | Path) -> list[Result]:
     of single examples, gigabytes in the study's tree, are not parsed.
 
     Raises:
-        InputError: There is no run, a run twice, or a file that no run wrote.
+        InputError: `root` is unreadable or has no run, or there is a run twice, or a malformed
+            result file.
     """
     results: dict[tuple, Result] = {}
     for path in _iterate_run_directories(Path(root)):

@@ -50,9 +50,13 @@ class GridSummaryConfig:
 class SummaryRow:
     """Row of the score table, in percent: a model's metric on a data set or average.
 
-    `dataset` is `average of N` in averages, `metric` is PAPER_METRIC for the study's own score.
-    `mean` is over `seeds` seeds, None if the grid is not finished; `half` is half the width of its
-    interval. `runs` is text such as `30/30`. `baseline` is the metric of a trivial predictor.
+    `dataset` is `average of N` in averages, and `train_on` is empty if they have several training
+    sets. `metric` is PAPER_METRIC for the study's own score. `mean` is over `seeds` seeds at the
+    chosen `learning_rate`, which is None in averages; mean and rate are None, and `seeds` 0, if no
+    rate has all seeds, the mean of an average also if its data sets have other seeds. `half` is half
+    the width of the interval, None also for one seed. `baseline` is the metric of a trivial
+    predictor, None if unknown. `runs` is text such as `30/30`, `collapsed` such as
+    `2 of 5: REASON`, or empty without such runs; both are empty in averages.
     """
 
     model: str
@@ -83,10 +87,10 @@ class SummaryRow:
 class RateRow:
     """Row of the learning-rate table, in percent: a model's mean scores by rate.
 
-    `means` has the rates with a score of every seed, and `spread` is the highest mean minus the
-    lowest. `chosen` is the rate with the best validation score. Without a rate in `means`, `chosen`
-    is None and `spread` NaN. `near_best` counts rates within one point of the best; `incomplete`
-    rates lack a run.
+    `means` has the study's score of the rates that have a finished run of every seed, `incomplete`
+    the other rates. `chosen` is the rate of `means` with the best validation score, `spread` the
+    highest mean minus the lowest, `near_best` the number of rates within one point of the best, the
+    best included. If `means` is empty, they are None, NaN and 0.
     """
 
     model: str
@@ -106,7 +110,8 @@ class RateRow:
 class GridSummary:
     """Summary of a results tree: rows of its tables, and collapsed and failed runs.
 
-    `build_summary` builds it.
+    `build_summary` builds it. `rows` are those of the score table, averages included, `rates` those
+    of the learning-rate table. `collapsed` has finished runs with worthless predictions.
     """
 
     rows: list[SummaryRow]
@@ -119,7 +124,8 @@ class GridSummary:
     def format_dataset(self, row: SummaryRow | RateRow | Result) -> str:
         """Return the row's data set, or `DATASET after TRAINSET` if it is ambiguous.
 
-        It is ambiguous if the row's model has results on a data set after several training sets.
+        It is ambiguous if the row's model has, in the row's family, results on any data set after
+        several training sets, and the row is not an average over training sets.
         """
         is_repeated = (row.model, row.family) in self.repeated_families
         return (
@@ -128,7 +134,7 @@ class GridSummary:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Return all learning rates of the rows, ascending, complete or not."""
+        """Return all learning rates of `rates`, ascending, complete or not."""
         return sorted({rate for row in self.rates for rate in (*row.means, *row.incomplete)})
 
 
@@ -137,7 +143,8 @@ def build_summary(
 ) -> GridSummary:
     """Return the GridSummary of `results`, sorted by family, model and data set.
 
-    Averages follow the data sets of their family and model.
+    Averages follow the data sets of their family and model. A standard metric is left out if a
+    finished run of the row lacks it.
 
     Args:
         results: Finished and failed runs, such as those of `read_result_tree`.
@@ -247,7 +254,7 @@ def _build_rate_row(cell: ScoreCell) -> RateRow | None:
 
 
 def format_interval(mean: float | None, half: float | None = None) -> str:
-    """Return mean and half width as text with two digits, such as `91.65 (0.45)`.
+    """Return mean and half width as text with two decimals, such as `91.65 (0.45)`.
 
     It is only the mean if `half` is None, and `-` if `mean` is None.
     """
@@ -327,6 +334,7 @@ def format_notes(summary: GridSummary) -> list[str]:
     """Return a line per model and data set for its failed runs and each collapse.
 
     A line has the reason, of failed runs the first one's, and the rates and seeds of the runs.
+    Without such runs the list is empty.
     """
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
     # Failures differ in their step, so they are grouped without the reason.
@@ -349,7 +357,8 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
     """Return the summary as the text of a file.
 
     Args:
-        suffix: Format: ".json", ".csv" (only the scores), or Markdown tables for any other.
+        suffix: Format: ".json" (everything), ".csv" (only `rows`, averages included), or, for any
+            other suffix, Markdown tables and notes.
     """
     if suffix == ".json":
         values: dict[str, list] = {
@@ -421,10 +430,11 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
 def summary_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune summary`: print the tables of a results directory.
 
-    A file of --output gets all numbers too. Wrong input exits with 2.
+    With --output they are written to a file too, in the format of its suffix (see
+    `format_summary`); an existing file is replaced. Wrong input exits with 2.
 
     Args:
-        argv: The flags; None: those of this process.
+        argv: Arguments after `megaenc finetune summary`; None: `sys.argv[1:]`.
     """
     silence_libraries()
     settings = flags.parse(

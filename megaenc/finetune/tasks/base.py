@@ -71,7 +71,7 @@ class Scores(SplitScores):
 
 
 class NonFinitePredictionError(ArithmeticError):
-    """Error that a model's predictions contain NaN or inf."""
+    """ArithmeticError that a model's predictions contain NaN or inf."""
 
 
 class TaskModel(nn.Module):
@@ -161,12 +161,15 @@ class FinetuneTask(ABC):
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Return the names of the head's outputs."""
+        """Return the names of the head's outputs, in order: the labels of the data set.
+
+        They are OUTSIDE and INSIDE in QA, and empty in retrieval, which has no head.
+        """
         return self.dataset.labels
 
     @property
     def output_count(self) -> int:
-        """Return the number of outputs of the head, one for each label of the data set."""
+        """Return the number of outputs of the head, that of `label_names`."""
         return len(self.dataset.labels)
 
     def count_examples(self, data: TokenizedSplit) -> int:

@@ -151,8 +151,8 @@ def _find_answer_tokens(example: Question, characters: np.ndarray) -> np.ndarray
 def extract_answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
     """Return the text of the predicted answer of text `row`, empty without one.
 
-    It is the run of positive log-odds in the context with the largest mean, without spaces around
-    it.
+    The answer is the part of the context whose sub-tokens are the run of positive log-odds with the
+    largest mean, without spaces around it.
 
     Args:
         context: Text of the row's context.
@@ -195,7 +195,11 @@ def normalize_answer(answer: str) -> str:
 def exact_match(golds: Sequence[str], predicted: str) -> float:
     """Return 1.0 if the normalized prediction equals a gold answer, else 0.0.
 
-    An empty prediction is right if `golds`, all accepted answers, is empty, as in SQuAD v2.
+    Gold answers without words (`normalize_answer`) are left out. If none is left, as for an
+    unanswerable question, a prediction without words is right, as in SQuAD v2.
+
+    Args:
+        golds: All accepted answers; empty: unanswerable.
     """
     return float(
         normalize_answer(predicted)
@@ -207,7 +211,8 @@ def token_f1(golds: Sequence[str], predicted: str) -> float:
     """Return the highest F1 of the prediction's words with those of a gold answer.
 
     It is from 0 to 1. Answers are normalized (`normalize_answer`), and words are counted with
-    repetition, as in SQuAD v2. The F1 of an answer without words is 1 if both have none, else 0.
+    repetition, as in SQuAD v2. Gold answers without words are left out; if none is left, the result
+    is 1 for a prediction without words, else 0.
 
     Args:
         golds: All accepted answers; empty: unanswerable.
@@ -234,7 +239,7 @@ def find_best_span(log_odds: np.ndarray) -> tuple[int, int] | None:
         log_odds: float[sub-tokens of the context], the logit of inside minus that of outside.
 
     Returns:
-        Token range (start, end), end excluded, or None if no log-odds are positive.
+        Range (start, end) in `log_odds`, end excluded, or None if no log-odds are positive.
     """
     inside = np.concatenate([[False], log_odds > 0, [False]])
     boundaries = np.flatnonzero(inside[1:] != inside[:-1]).reshape(-1, 2)

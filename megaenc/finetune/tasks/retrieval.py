@@ -26,9 +26,9 @@ _MIN_COSINE_SPREAD = 1e-4
 class RetrievalTask(FinetuneTask):
     """Retrieval (IR): embeddings trained by InfoNCE with in-batch negatives.
 
-    Cosines are scaled. All other documents of the batch are negatives, even equal ones. A batch
-    larger than one forward pass uses gradient caching (`megaenc.finetune.model.gradient_caching`).
-    The score is `retrieved_ndcg` at 10.
+    Cosines are multiplied by `protocol.scale`. All other documents of the batch are negatives, even
+    equal ones. A batch larger than one forward pass uses gradient caching
+    (`megaenc.finetune.model.gradient_caching`). The score is `retrieved_ndcg` at 10.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.IR
@@ -212,7 +212,7 @@ def _compute_ideal_dcg(grades: Sequence[float], depth: int) -> float:
 
 
 def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
-    """Return NDCG of the first `depth` documents by their own best order, 0 to 1.
+    """Return NDCG, 0 to 1, of the first `depth` documents against their best order.
 
     Relevant documents that were not retrieved do not lower it, and documents of equal score share
     their discounts: it is scikit-learn's `ndcg_score([relevant], [scores])` on the first `depth`
@@ -273,7 +273,7 @@ def recall(grades: np.ndarray, relevant: int, depth: int = 100) -> float:
 def compute_trec_order(names: Sequence[str]) -> np.ndarray:
     """Return the indices, int64, that sort document ids as trec_eval breaks ties.
 
-    The order is descending by the ids `names` in UTF-8.
+    The order is descending by the UTF-8 bytes of the ids `names`.
     """
     keys = [name.encode("utf-8", "surrogatepass") for name in names]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__, reverse=True), dtype=np.int64)
