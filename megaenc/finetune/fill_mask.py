@@ -245,8 +245,8 @@ def choose_masked_sentences(
 ) -> list[MaskedSentence]:
     """Return at most `count` sentences with one masked content word, by a fixed seed.
 
-    The sentences have 8 to 25 words in the letters a to z, and are of different documents, in the
-    order of `texts`, which is read to its end. The masked word is one token of `tokenizer`.
+    The sentences have 8 to 25 words of ASCII letters, and are of different documents, in the order
+    of `texts`, which is read to its end. The masked word is one token of `tokenizer`.
     """
     sentences = []
     function_words = _FUNCTION_WORDS.split()

@@ -144,7 +144,8 @@ def check_same_model(
 ) -> None:
     """Check that a transformers model has the outputs of `model` on `texts`.
 
-    Outputs are token states in retrieval, else logits; they may differ by float32 rounding.
+    Outputs are token states in retrieval, else logits; they may differ by float32 rounding. Both
+    models must be in eval mode.
 
     Args:
         hf_model: Model of the family's task class. It is moved to the device of `model`.

@@ -27,7 +27,7 @@ _TOKENS_PER_FORWARD = 4096
 
 @dataclass(frozen=True)
 class PredictConfig:
-    """Options of `megaenc finetune predict`: kept model, rows to predict, output file.
+    """Options of `megaenc finetune predict`: trained model, rows to predict, output file.
 
     Each field is a flag; `model` and `input` must not stay empty, which only `predict_main` checks.
     """
@@ -231,7 +231,7 @@ def predict(
     *,
     all_scores: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the predictions of the kept model in `directory`, one for each example.
+    """Return the predictions of a fine-tuned model, one for each example, in order.
 
     A prediction is {"label", "score"} in SC, with the probability of the label from 0 to 1, rounded
     to 6 digits; {"tags"}, a list with a tag's name for each word, in TC; {"answer"}, a text, empty
@@ -239,6 +239,7 @@ def predict(
     InputError if the directory holds no such model, a row cannot be tokenized, or a score is NaN.
 
     Args:
+        directory: Directory that --save-model or --keep wrote.
         family, protocol: Those of the model's finetuning.json; IR is not supported.
         examples: Examples of the family; their labels are ignored.
         all_scores: In SC, add {"scores"}: the probability of every label, by its name.

@@ -200,7 +200,7 @@ def load_beir_pairs(directory: Path) -> list[tuple[str, str, str]]:
     """Return (location, query, document) of each relevant pair of qrels/train.tsv.
 
     Pairs are those with a grade above 0, in the order of the file; the location is file:line. Texts
-    are those of `load_beir_test`, and may be empty.
+    are built as by `load_beir_test`, and may be empty.
 
     Raises:
         InputError: A file or text is missing, a line is malformed, or no grade is above 0.

@@ -65,7 +65,7 @@ def ensure_demo_datasets(
 ) -> Path:
     """Write demo data sets that are missing in `directory`; return it as a Path.
 
-    This takes minutes. If `names` has demo_tc, demo_qa or demo_ir, all three are written. demo_sc
+    It takes minutes. If `names` has demo_tc, demo_qa or demo_ir, all three are written. demo_sc
     is built from a demo corpus in the parent directory, the others, and demo_sc without that
     corpus, from installed packages. Concurrent processes wait. Existing sets are not checked.
 

@@ -100,7 +100,7 @@ def load_hub_repository(
         start: Start of the error, with its `: `, if the repository cannot be read.
 
     Raises:
-        InputError: The repository cannot be read, even if only now, or its splits, columns or
+        InputError: The repository cannot be read, even if temporarily, or its splits, columns or
             labels are of no known task.
     """
     repository, config, revision = reference

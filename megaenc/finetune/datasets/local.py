@@ -225,7 +225,7 @@ def find_split_names(names: Iterable[str]) -> dict[SplitName, str]:
     """Return the names of train, validation and test among `names`, by split.
 
     A validation split may be named validation, valid, val or dev; the first of these is returned.
-    Splits without a name are left out.
+    The others are named train and test. Splits without a name are left out.
     """
     known = set(names)
     matches = {

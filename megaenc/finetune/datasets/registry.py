@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 def find_dataset(name_or_path: str, **options: Any) -> Dataset:
     """Return the Dataset of a known name, a local path or a repository of the Hub.
 
-    Missing demo sets are written, which takes minutes. Local data and repositories are read to find
+    A missing demo set is written, which takes minutes. Local data and repositories are read to find
     labels; other data is downloaded by `load_split`. A wrong name, option or file is an InputError.
 
     Args:
@@ -80,7 +80,7 @@ def parse_dataset_name(name_or_path: str) -> tuple[str, Path | None]:
     """Return (name in results, path) of a data set, neither of them checked.
 
     The path is None for `NAME` or `NAME@REVISION` of DATASETS. The path of `PATH` or `NAME=PATH`
-    need not exist; a repository of the Hub gives the path of the same text.
+    need not exist; a repository of the Hub gives its text as path, and `HubReference.name`.
     """
     base = name_or_path.partition("@")[0]
     if name_or_path in DATASETS or base in hub.HUB_DATASETS:

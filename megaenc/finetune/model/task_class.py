@@ -304,7 +304,7 @@ def check_same_outputs(
     """Check that a transformers model has the run's outputs, up to float32 rounding.
 
     Args:
-        model: Model on the device of `packed`.
+        model: Model on the device of `packed`, in eval mode.
         compute: Function that returns the run's outputs on `packed`, of the shape of
             `compute_hf_outputs`.
         flag: Start of the error, such as "--save-model".

@@ -53,8 +53,8 @@ class SummaryRow:
     `dataset` is `average of N` in averages, and `train_on` is empty if they have several training
     sets. `metric` is PAPER_METRIC for the study's own score. `mean` is over `seeds` seeds at the
     chosen `learning_rate`, which is None in averages; mean and rate are None, and `seeds` 0, if no
-    rate has all seeds, the mean of an average also if its data sets have other seeds. `half` is half
-    the width of the interval, None also for one seed. `baseline` is the metric of a trivial
+    rate has all seeds, the mean of an average also if its data sets have other seeds. `half` is
+    half the width of the interval, None also for one seed. `baseline` is the metric of a trivial
     predictor, None if unknown. `runs` is text such as `30/30`, `collapsed` such as
     `2 of 5: REASON`, or empty without such runs; both are empty in averages.
     """
