@@ -27,7 +27,7 @@ _TOKENS_PER_FORWARD = 4096
 
 @dataclass(frozen=True)
 class PredictConfig:
-    """Options of `megaenc finetune predict`: trained model, rows to predict, output file.
+    """Options of `megaenc finetune predict`: trained model, input and output file.
 
     Each field is a flag; `model` and `input` must not stay empty, which only `predict_main` checks.
     """
