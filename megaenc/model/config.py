@@ -176,7 +176,7 @@ class ModelConfig:
         return 4 if self.post_norms else 2
 
     def norm_size(self, width: int) -> int:
-        """Return the number of parameters of a norm over `width` channels."""
+        """Return the number of parameters of a norm over `width` channels, its bias included."""
         return (1 + self.norm_bias) * width
 
     @property
@@ -197,7 +197,7 @@ class ModelConfig:
 
     @property
     def mlp_input_size(self) -> int:
-        """Return the width of the activation's input: gate and up."""
+        """Return the width of the MLP's first product: gate and up together, over all ranks."""
         return (self.mlp_matrices - 1) * self.ffn_hidden_size
 
     @property
@@ -215,8 +215,8 @@ class ModelConfig:
     def linear_shapes(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
         """Return the (output, input) widths of a layer's four matrices on one rank.
 
-        The keys are megatron-core's names. `tensor_parallel` is the number of ranks that share a
-        matrix, which must divide the widths (see `check`).
+        The keys are linear_qkv, linear_proj, linear_fc1 and linear_fc2. `tensor_parallel` is the
+        number of ranks that share a matrix, which must divide the widths (see `check`).
         """
         return {
             "linear_qkv": (self._qkv_size // tensor_parallel, self.hidden_size),
@@ -275,10 +275,10 @@ class ModelConfig:
     def head_flops(self, outputs: int, predicted: float) -> float:
         """Return the FLOPs of the logits and of the prediction head.
 
-        Forward and backward are counted.
+        Forward and backward are counted. The result is an int if `predicted` is one.
 
         Args:
-            outputs: Logits at each position: the vocabulary, or an objective's classes.
+            outputs: Logits at each predicted position: the vocabulary, or an objective's classes.
             predicted: Number of predicted positions, which may be a mean.
         """
         return (

@@ -52,10 +52,8 @@ class Encoder(LanguageModule):
 
     It has some layers, with the embedding on the first and the output layer on the last pipeline
     stage. Letters in names: S tokens of a pack, N predicted positions, H hidden size, V this rank's
-    columns of the padded vocabulary.
-
-    All ranks build theirs together, because they agree on the Triton kernels. The matrices have no
-    useful values before `init_weights`.
+    columns of the padded vocabulary. All ranks build theirs together. `build_model_chunks` also
+    checks `model`, moves the chunk to the device and initializes the weights.
 
     Args:
         vocab_size: Vocabulary without padding, which the chunk adds.
@@ -193,17 +191,15 @@ class Encoder(LanguageModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the loss, logits or hidden states of a row of packed documents.
 
-        A collective call of the ranks of a tensor-parallel group.
+        It is the result of `head` on the last pipeline stage, on others hidden states [S, 1, H],
+        with sequence parallelism this rank's rows of them. The ranks of a tensor-parallel group
+        call it together.
 
         Args:
             tokens: int64[1, S], token ids of a row; read on the first pipeline stage only.
             positions: int64[S], positions in their documents, from 0 to below `seq_length`.
             packing: Documents of the row.
             predictions: Positions whose outputs are scored, and their labels.
-
-        Returns:
-            On the last pipeline stage the result of `head`; on others hidden states [S, 1, H], with
-            sequence parallelism this rank's rows of them.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         if self.pre_process and self.embedding_norm is not None:
@@ -228,6 +224,8 @@ class Encoder(LanguageModule):
 
     def head(self, hidden_S1H: Tensor, predictions: Predictions) -> Tensor | tuple[Tensor, Tensor]:
         """Return the summed loss or the logits at the positions of `predictions`.
+
+        Only the last pipeline stage has it; tensor-parallel ranks call it together.
 
         Args:
             hidden_S1H: Output of the layers [S, 1, H]; with sequence parallelism this rank's rows
@@ -402,17 +400,14 @@ def build_model_chunks(
     """Return this rank's model chunks, several if pipeline stages are interleaved.
 
     All ranks call it together. The chunks are on the device, in training mode, in the order of
-    their layers.
+    their layers. An invalid shape, or a `layout` that cannot divide the model, is an InputError.
 
     Args:
-        vocab_size: Vocabulary without padding, which the chunks add.
+        vocab_size: Vocabulary without padding, which the chunks add (not `model.vocab_size`).
         seq_length: Most tokens of a document.
         dtype: Dtype of weights and activations, float32 or bfloat16.
         seed: Seed of the initial weights; None: uninitialized, for weights that are loaded.
         kernels: Kernels to use; none of Triton unless given.
-
-    Raises:
-        InputError: The shape is invalid, or `layout` cannot divide the model.
     """
     model.check(layout.tensor_model_parallel_size)
     chunks = layout.chunks_per_stage(model.num_layers)

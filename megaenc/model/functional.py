@@ -35,17 +35,15 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return x / rms(x) * weight in the dtype of `x` (Zhang & Sennrich 2019).
 
-    It is computed in float32 and has gradients. It is for the CPU, on which torch's own norm writes
-    a float32 copy of `x` after each operation and keeps two for backward.
+    With `residual` it returns (x + residual, the norm of that sum). It is computed in float32 and
+    has gradients. It is for the CPU, on which torch's own norm writes a float32 copy of `x` after
+    each operation and keeps two for backward.
 
     Args:
         x: [..., H].
         weight: [H].
         epsilon: Number that is added to the mean square.
         residual: [..., H] to add before the norm, or None.
-
-    Returns:
-        The norm, or with `residual` (x + residual, its norm).
     """
     return _RMSNorm.apply(x, residual, weight, epsilon)
 
@@ -108,9 +106,9 @@ class _RMSNorm(torch.autograd.Function):
 class Rotation:
     """Rotary positions of a row's tokens (arXiv 2104.09864), applied by a call.
 
-    Built by `from_angles`. A call rotates queries or keys; element i of a head is rotated together
-    with element i + dim / 2. `cos` and `sin` are float32[S, 1, 1, dim / 2], times the scale of
-    `from_angles`.
+    Built by `from_angles`. A call rotates queries or keys [S, 1, heads, dim] into a new tensor;
+    element i of a head is rotated together with element i + dim / 2. `cos` and `sin` are
+    float32[S, 1, 1, dim / 2], times the scale of `from_angles`.
     """
 
     cos: Tensor
@@ -124,10 +122,10 @@ class Rotation:
 
     @classmethod
     def from_angles(cls, angles: Tensor, fused: bool = False, scale: float = 1.0) -> "Rotation":
-        """Return the Rotation by some angles.
+        """Return the Rotation of a row's tokens by their angles.
 
         Args:
-            angles: float32[S, 1, 1, dim] of two equal halves, in radians.
+            angles: float32[S, 1, 1, dim] of two equal halves, in radians; the first one is read.
             fused: Whether to use the Triton kernel.
             scale: Factor of rotated queries and keys, as in YaRN.
         """

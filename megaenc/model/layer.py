@@ -23,18 +23,15 @@ from megaenc.model.packed_sequences import PackedSequences
 class EncoderLayer(TransformerLayer):
     """Pre-norm layer that leaves the residual addition to the norm after it.
 
-    That norm may be the one of the next layer. megatron-core builds it from the layer spec.
+    That norm may be the first one of the next layer. megatron-core builds the layer from its spec.
+    Further arguments are those of TransformerLayer.
 
     Args:
-        is_last: Whether it is the last layer of its model chunk, after which no PendingSum is
-            taken.
+        is_last: Whether it is the last layer of its model chunk, which returns no PendingSum.
         selects_rows: Whether to compute only the `output_rows` of the pack after attention.
-        recompute_activation: Whether to compute the MLP's activation again in backward instead of
-            saving it.
-        output_dropout: Fraction of attention's output that is dropped if the pack has
-            `dropout_keys`.
+        recompute_activation: Whether backward computes the MLP's activation again.
+        output_dropout: Fraction of attention's output to drop if the pack has `dropout_keys`.
         fused_dropout: Whether the Triton kernel drops it.
-        *args: Arguments of TransformerLayer, like **options.
     """
 
     def __init__(
@@ -63,8 +60,8 @@ class EncoderLayer(TransformerLayer):
     ) -> tuple[Tensor | PendingSum, None]:
         """Return the hidden states after the layer, and None as megatron-core's layers do.
 
-        The hidden states are [S, 1, H], or their PendingSum if another layer follows, except under
-        full recomputation. A layer with `selects_rows` returns only the `output_rows`.
+        The hidden states are [S, 1, H], or their PendingSum if another layer follows in the chunk
+        and recomputation is not full. A layer with `selects_rows` returns only the `output_rows`.
         """
         residual, normed = add_and_norm(self.input_layernorm, hidden_states)
         output, _ = self.self_attention(normed, attention_mask, packed_seq_params=packed_seq_params)
@@ -171,7 +168,7 @@ class PackedAttention(MegatronModule):
     megatron-core's and ignored, except `config`.
 
     Args:
-        softmax_scale: Factor of the scores in place of 1 / sqrt(dim); None: that one.
+        softmax_scale: Factor of the scores; None: 1 / sqrt(dim).
         backend: Attention backend; "auto" is sdpa, which works on every device.
         window: Tokens to each side that are attended to; None: all.
         selects_rows: Whether to return only the `output_rows` of the pack.
@@ -215,8 +212,8 @@ class PackedAttention(MegatronModule):
                 dim].
             key: [s, 1, groups, dim]; None if `query` is the joint projection.
             value: Like `key`.
-            packed_seq_params: Documents, mask and rotary positions, which are required. Without a
-                `rotation`, separate queries and keys are not rotated.
+            packed_seq_params: Documents, mask and rotary positions; required. Without a rotation,
+                separate queries and keys are not rotated, and a joint projection is an error.
         """
         packing = packed_seq_params
         rotation = packing.rotation if self.window is None else packing.local_rotation

@@ -182,8 +182,8 @@ def build_block_spec(
         config: Result of `build_transformer_config`.
         chunk: Index, from 0, of the chunk on this stage if stages are interleaved, else None.
         fused: Enabled Triton kernels.
-        has_head: Whether the output layer follows. Its last layer then computes only the predicted
-            positions if `layout.selects_rows`.
+        has_head: Whether the output layer follows. The last of the layers then computes only the
+            predicted positions if `layout.selects_rows`.
     """
     first = get_transformer_layer_offset(config, chunk)
     layer_indices = range(first, first + get_num_layers_to_build(config, chunk))

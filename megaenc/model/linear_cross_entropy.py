@@ -67,10 +67,12 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of the output layer, and the number correct.
 
-    It is that of softmax(hidden weight^T + bias), in nats. All ranks of `group` call it together,
-    with equal `hidden_NH` and `predictions`; backward runs once and sums the gradient of
-    `hidden_NH` over `group`. The prediction is the likeliest token, the lowest id on a tie. With
-    label distributions q, a cross-entropy is logsumexp(z) - sum_k q_k z[id_k].
+    The loss, float32[], sums the cross-entropies of softmax(hidden weight^T + bias) in nats times
+    their weights; with `predictions.per_token`, only without gradients, they stay float32[N]. The
+    number correct, int64[], counts labels that are the likeliest token, the lowest id on a tie,
+    without weights. All ranks of `group` call it together with equal `hidden_NH` and `predictions`,
+    and get equal results; backward runs once and sums the gradient of `hidden_NH` over `group`.
+    With label distributions q, a cross-entropy is logsumexp(z) - sum_k q_k z[id_k].
 
     Args:
         hidden_NH: Hidden states [N, H] at the positions of `predictions`.
@@ -85,11 +87,6 @@ def linear_cross_entropy(
         bias_V: This rank's part of the biases.
         main_grad_VH: float32 buffer to which forward adds the weight's gradient of the summed loss,
             so that backward, which then accepts no scale but 1, returns an empty one.
-
-    Returns:
-        (loss, number correct), equal on all ranks of `group`. The loss is the sum of the
-        cross-entropies in nats times their weights, float32[], or with `predictions.per_token`
-        float32[N]. The number correct, int64[], counts predictions of their label, without weights.
 
     Raises:
         ValueError: `predictions.per_token` is set and gradients are enabled.

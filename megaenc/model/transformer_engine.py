@@ -21,7 +21,8 @@ def check_transformer_engine(fp8_format: str | None) -> None:
         fp8_format: Format to check; None: no float8.
 
     Raises:
-        InputError: It is not installed, too old, or has no float8 on this machine.
+        InputError: It is not installed, or with `fp8_format` too old or without float8 on this
+            machine.
     """
     from megatron.core.extensions import transformer_engine as extension
     from megatron.core.utils import get_te_version, is_te_min_version

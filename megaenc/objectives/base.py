@@ -51,14 +51,11 @@ class Targets(NamedTuple):
     token ids that the model reads; predict_at: int64[N], increasing positions whose output is
     scored; labels: int64[N], token ids to predict, or classes; prefixes: int64[D], only under
     Attention.PREFIX, number of tokens at the start of each document that see each other, from 0 to
-    its length.
+    its length; soft_labels: their cross-entropies are the loss, and `labels` count for accuracy.
 
     The loss of a step is the sum of all cross-entropies times `weights` (float32[N], 0 or more;
-    None: 1 each), divided by the sum of the packs' `count` (None: N). So a `count` other than N
-    makes it a mean over other tokens than the predicted ones.
-
-    With `soft_labels`, the cross-entropy of a prediction is that of its label distribution, and
-    `labels` count for accuracy.
+    None: 1 each), divided by the sum of the packs' `count` (None: N). So a `count` other than N,
+    above 0 if there are predictions, makes it a mean over other tokens than the predicted ones.
     """
 
     inputs: np.ndarray
@@ -79,7 +76,7 @@ class Targets(NamedTuple):
 
     @property
     def parts(self) -> tuple[np.ndarray | int | None, ...]:
-        """Return all fields, those of `soft_labels` separately (None twice without them)."""
+        """Return all fields in order, `soft_labels` last as two (None, None without them)."""
         return *self[:-1], *(self.soft_labels or (None, None))
 
 
@@ -128,8 +125,9 @@ class Objective(ABC):
 
     An objective has a vocabulary and options; its `targets` chooses the inputs, predictions and
     labels of a pack, which is a row of documents. A subclass is a frozen dataclass with `name`,
-    `attention` and `targets`; its fields are the options, declared with `option`. The constructor
-    checks them.
+    `attention` and `targets`; its fields after `vocabulary` are the options, declared with
+    `option`. The constructor checks them. `megaenc.objectives.register` as its decorator makes a
+    schedule find it by `name`.
 
     Raises:
         OptionError: An option has a wrong value.
@@ -233,7 +231,7 @@ class Objective(ABC):
         return dataclasses.replace(self, **changed) if changed else self
 
     def describe(self, every: bool = False, end: "Objective | None" = None) -> str:
-        """Return the objective as schedule text, `mlm(mask=0.3)`.
+        """Return the objective as schedule text, `mlm(mask=0.3)`, or `mlm` without options.
 
         Args:
             every: Whether to include options at their default.

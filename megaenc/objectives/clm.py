@@ -28,8 +28,8 @@ class CausalLanguageModeling(Objective):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of one pack, whose inputs are unchanged.
 
-        Labels are text tokens and ends of documents, never the first token of a document.
-        `randomness` is not used.
+        Labels are text tokens and ends of documents, never the first token of a document. Each is
+        predicted at the position before it. `randomness` is not used.
         """
         is_predicted = text_token_mask(self.vocabulary)[pack.tokens]
         if self.vocabulary.eos_id is not None:

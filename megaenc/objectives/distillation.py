@@ -33,6 +33,10 @@ _BATCH_TOKENS = 2048  # padded tokens that the teacher reads at a time, or one l
 class Distillation(MaskedLanguageModeling):
     """Objective `distill`: `mlm` with a teacher.
 
+    `teacher`, which must be given, is a directory with a masked language model for the run's
+    tokenizer, for example an export of this project. The constructor does not read it. Its path has
+    no space and none of `,():=`, which mean something in a schedule.
+
     It follows Hinton et al. 2015 (arXiv 1503.02531) and DistilBERT (arXiv 1910.01108), and hides
     the same tokens as `mlm` with the same options. The label distribution of a hidden token is (1 -
     `share`) onehot(token) + `share` softmax(z / `temperature`) over the `top_k` largest logits z of
@@ -41,11 +45,7 @@ class Distillation(MaskedLanguageModeling):
     runs are compared by the held-out loss of `mlm`. The student's temperature is 1, so there is no
     factor of temperature^2.
 
-    `teacher` is a directory with a masked language model for the run's tokenizer, for example an
-    export of this project; its path has no space and none of `,():=`, which mean something in a
-    schedule. Its config and weights join the run's identity.
-
-    The teacher runs in float32 on the CPU, in the threads that OMP_NUM_THREADS gives, for each pack
+    The teacher's config and weights join the run's identity. It runs in float32 on the CPU, in the threads that OMP_NUM_THREADS gives, for each pack
     that a rank reads: all tensor- and pipeline-parallel ranks of a model compute it again. On
     accelerators it must not take longer than the step. No count of FLOPs and no estimate includes
     it.
@@ -95,7 +95,7 @@ class Distillation(MaskedLanguageModeling):
         The teacher is loaded once and runs here, on the CPU.
 
         Raises:
-            InputError: The teacher is unusable.
+            InputError: The teacher is unusable, or its context is shorter than the pack.
         """
         targets = super().targets(pack, randomness)
         teacher = load_teacher(self.teacher, self.vocabulary)
@@ -161,10 +161,11 @@ class Teacher:
     def find_top_tokens(
         self, pack: Pack, inputs: np.ndarray, positions: np.ndarray, count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the teacher's likeliest tokens at some positions of a pack.
+        """Return the teacher's likeliest tokens at some positions, and their logits.
 
-        Special tokens are left out. Each document is read without the others. Threads may call it
-        at the same time.
+        They are (ids int64[N, K], logits float64[N, K]), best first, without special tokens. K is
+        `count`, or the number of tokens that are not special if that is smaller. Each document is
+        read without the others. Threads may call it at the same time.
 
         Args:
             pack: Pack whose document boundaries are read; its tokens are not.
@@ -172,10 +173,6 @@ class Teacher:
                 ones.
             positions: int64[N], in any order.
             count: Number of tokens at each position.
-
-        Returns:
-            (ids int64[N, K], logits float64[N, K]), best first. K is `count`, or the number of
-            tokens that are not special if that is smaller.
 
         Raises:
             InputError: The pack is longer than the model's context, as a document may be as long.

@@ -24,10 +24,10 @@ from megaenc.objectives.units.matching import check_collocations, find_unit_star
 class Masking(Objective):
     """Base class of bidirectional objectives that hide and predict random tokens.
 
-    Each eligible token is chosen with probability `mask`, singly, in spans or in units. A chosen
-    token becomes the mask token, or with probability `random` another token, or stays with
-    probability `keep`: `mask=0.15,random=0.1,keep=0.1` is BERT's 80/10/10 (Devlin et al. 2019,
-    arXiv 1810.04805).
+    Each eligible token is chosen with probability `mask`, singly, in spans or in units (`unit`:
+    `token`, `word` or a file of collocations). A chosen token becomes the mask token, or with
+    probability `random` a random text token, or stays with probability `keep`:
+    `mask=0.15,random=0.1,keep=0.1` is BERT's 80/10/10 (Devlin et al. 2019, arXiv 1810.04805).
 
     With `span` = s, chosen tokens form runs of geometric length with mean s (as in SpanBERT, Joshi
     et al. 2020, arXiv 1907.10529): a stationary Markov chain over the tokens. The first token of a
@@ -170,9 +170,10 @@ class Masking(Objective):
 @register
 @dataclass(frozen=True)
 class MaskedLanguageModeling(Masking):
-    """Objective `mlm`: hidden tokens are predicted at their own position.
+    """Objective `mlm`: random tokens are hidden and predicted at their own position.
 
-    They are random tokens, except special ones.
+    Special tokens are never chosen. The options are those of `Masking`: ratio, BERT's random and
+    kept tokens, spans, and units such as words.
     """
 
     name = "mlm"
@@ -187,8 +188,9 @@ class MaskedLanguageModeling(Masking):
 class MaskedNextTokenPrediction(Masking):
     """Objective `mntp`: hidden tokens are predicted at the position before them.
 
-    It follows LLM2Vec (arXiv 2404.05961). The first token of a document, or of a cut piece, has no
-    previous position: it is never chosen and ends spans as a special token does.
+    It follows LLM2Vec (arXiv 2404.05961). The options are those of `Masking`. The first token of a
+    document, or of a cut piece, has no previous position: it is never chosen and ends spans as a
+    special token does.
     """
 
     name = "mntp"

@@ -65,8 +65,9 @@ class ParsedPhase(NamedTuple):
     """Phase of a schedule as written: its objectives with weights, and its amount.
 
     components: (weight, objective) of each; one of weight 1 without a combination. amount: a
-    Fraction for a share of the run, an int for steps. amount_text: its text, for errors. is_sum:
-    whether each step trains all components, not one of them.
+    Fraction for a share of the run, an int for steps; share 1 if none is written. amount_text: its
+    text, for errors, or the objective's name. is_sum: whether each step trains all components, of
+    which there are several, not one of them.
     """
 
     components: tuple[tuple[Fraction, ParsedObjective], ...]
@@ -134,6 +135,9 @@ class _ScheduleParser:
         """Parse phases and repetitions separated by commas; return all phases in order.
 
         They stand inside `depth` repetitions.
+
+        Raises:
+            InputError: The syntax is wrong.
         """
         phases = [*self.parse_item(depth, is_first=depth == 0)]
         while comma := self.take(","):
@@ -145,7 +149,11 @@ class _ScheduleParser:
     def parse_item(self, depth: int, is_first: bool) -> tuple[ParsedPhase, ...]:
         """Parse a phase, or a repetition into its repeated phases.
 
-        `is_first` allows a sole phase without amount.
+        `depth` is the number of repetitions around it; `is_first` allows a sole phase without
+        amount.
+
+        Raises:
+            InputError: The syntax is wrong, or a repetition makes too many phases.
         """
         self.skip_spaces()
         repeat = _REPEAT.match(self.text, self.position)
@@ -178,7 +186,10 @@ class _ScheduleParser:
     def parse_phase(self, is_first: bool) -> ParsedPhase:
         """Parse an objective, mixture or sum, and its amount.
 
-        A sole phase (`is_first`) may lack the amount, which is then share 1.
+        If `is_first`, and nothing follows, the amount may be missing; it is then share 1.
+
+        Raises:
+            InputError: The syntax is wrong.
         """
         start = self.position
         name = self.expect(
@@ -208,6 +219,9 @@ class _ScheduleParser:
 
         Returns:
             (weight above zero, objective).
+
+        Raises:
+            InputError: The syntax is wrong, or it is a mixture or sum itself.
         """
         name = self.expect(_NAME, "the name of an objective")
         if kind := COMBINATIONS.get(name):
@@ -228,7 +242,7 @@ class _ScheduleParser:
         """Parse an objective's options in parentheses, () if none follow.
 
         Raises:
-            InputError: An option is repeated.
+            InputError: The syntax is wrong, or an option is repeated.
         """
         if not (opening := self.take("(")):
             return ()
@@ -239,7 +253,11 @@ class _ScheduleParser:
         return options
 
     def parse_option(self) -> ParsedOption:
-        """Parse `name=value` or `name=value->end` into an option."""
+        """Parse `name=value` or `name=value->end` into an option.
+
+        Raises:
+            InputError: The syntax is wrong.
+        """
         name = self.expect(_NAME, "an option such as mask=0.3")
         if not self.take("="):
             raise self.unexpected(f"`=` and the value of `{name}`")
@@ -255,7 +273,7 @@ class _ScheduleParser:
         """Convert an amount: a Fraction for a share with a point, an int for steps.
 
         Raises:
-            InputError: It is not above zero.
+            InputError: It is neither, or not above zero.
         """
         digits = written.lstrip("-")
         if _FRACTION.fullmatch(digits):
@@ -277,9 +295,15 @@ class _ScheduleParser:
     def parse_parts(
         self, opening: SourceText, parse_part: Callable[[], Any], expected: str
     ) -> tuple[Any, ...]:
-        """Parse parts separated by commas, and the `)` that closes `opening`.
+        """Parse one or more parts separated by commas, and the `)` that closes `opening`.
 
-        `parse_part` reads one part.
+        Args:
+            opening: The `(`, which is already taken.
+            parse_part: Function that takes one part and returns it.
+            expected: Words for all that may follow a part, the `)` included, for the error.
+
+        Raises:
+            InputError: Another text follows a part.
         """
         parts = [parse_part()]
         while self.take(","):
@@ -296,7 +320,7 @@ class _ScheduleParser:
                 at the end.
 
         Raises:
-            InputError: Another text follows.
+            InputError: Another text, or the end, follows.
         """
         if not self.take(")"):
             if self.is_at_end() or self.text[self.position] in unclosed_before:
@@ -306,10 +330,14 @@ class _ScheduleParser:
     def expect(
         self, pattern: re.Pattern[str], expected: str, longest: int = _MAX_WORD_LENGTH
     ) -> SourceText:
-        """Take the next part and return it if it matches a pattern.
+        """Skip spaces, take the part that matches a pattern, and return it.
+
+        Args:
+            expected: Words for what is expected here, for the error.
+            longest: Maximum number of characters of the part.
 
         Raises:
-            InputError: It does not; the error names `expected`.
+            InputError: Nothing matches here, or the part is longer than `longest`.
         """
         self.skip_spaces()
         if not (match := pattern.match(self.text, self.position)):

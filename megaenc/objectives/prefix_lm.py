@@ -47,8 +47,8 @@ class PrefixLanguageModeling(Objective):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of one pack, with a random prefix per document.
 
-        Text tokens after it, never the first of a document, are predicted from the token before
-        them. Inputs are unchanged.
+        Text tokens after the prefix, never the first of a document, are predicted at the position
+        before them. Inputs are unchanged.
         """
         lengths = np.diff(pack.cu_seqlens).astype(np.int64)
         fractions = self.low + (self.high - self.low) * randomness.uniforms("prefix", len(lengths))

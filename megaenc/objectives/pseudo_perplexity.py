@@ -28,8 +28,9 @@ class PseudoPerplexity(Objective):
     passes, in random order. With as many passes as the longest document has tokens, one is hidden
     at a time, as in the paper.
 
-    `passes` must be given. `ahead` is the `shift` of the model's training objective. The first
-    `ahead` tokens of a document are neither hidden nor predicted.
+    `passes` must be given; `part` is the pass, from 0, that `targets` makes. `ahead` is the `shift`
+    of the model's training objective. The first `ahead` tokens of a document are neither hidden nor
+    predicted.
     """
 
     name = "pseudo_perplexity"

@@ -60,7 +60,8 @@ _MAX_SUM_WEIGHT = 1 << 24
 class ScheduledObjective:
     """Objective of a phase with its weight in a mixture or sum.
 
-    Its options go linearly from those of `start` at the first step of the phase to those of `end`,
+    The weights of a phase are the smallest whole numbers in their ratio, 1 without a combination.
+    The options go linearly from those of `start` at the first step of the phase to those of `end`,
     of the same class, at the last.
     """
 
@@ -135,7 +136,7 @@ class Phase:
 
     @property
     def passes(self) -> int:
-        """Return the forward and backward passes of a step over each of its packs.
+        """Return the number of passes (forward and backward) of a step over each pack.
 
         It is 1, or in a sum the number of objectives.
         """
@@ -180,7 +181,7 @@ class Schedule:
             seed: Seed of the draws from mixtures.
 
         Raises:
-            InputError: The text is invalid.
+            InputError: The text is invalid, or does not fit `train_iters` or `vocabulary`.
         """
         if train_iters < 1:
             raise InputError(f"--train-iters: found {train_iters}, expected at least 1")
@@ -217,8 +218,8 @@ class Schedule:
     def objectives(self, step: int) -> tuple[tuple[int, Objective], ...]:
         """Return (weight, objective) of each pass of a step, with interpolated options.
 
-        There are several only in a sum, and of a mixture only the one that is drawn; its weight is
-        1. Steps count from 1.
+        A sum has one for each objective. Any other phase has one of weight 1, in a mixture for the
+        objective that is drawn. Steps count from 1.
 
         Raises:
             ValueError: The step is outside the schedule.
@@ -336,11 +337,10 @@ def parse_objective(text: str, vocabulary: Vocabulary, flag: str) -> Objective:
 
     Args:
         text: Schedule text of one phase without an amount.
-        flag: Flag that gives the text.
+        flag: Flag that gives the text, such as --objective, for errors.
 
     Raises:
-        InputError: Syntax is wrong, or there are phases, mixtures, sums or options that change; the
-            error names `flag`.
+        InputError: The text is invalid, or has phases, a mixture, a sum or an option that changes.
     """
     if re.search(r"[:,]", re.sub(r"\([^()]*\)", "", text)):
         raise InputError(

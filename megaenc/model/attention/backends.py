@@ -51,9 +51,9 @@ def compute_attention(
     *,
     window: int | None = None,
 ) -> Tensor:
-    """Return attention within documents, computed by an attention backend.
+    """Return attention [S, H, D] within documents, computed by a backend.
 
-    It has gradients.
+    It has gradients. Data for further layers are kept in `packing.cache`.
 
     Args:
         name: One of BACKENDS that lacks nothing (`missing_requirement`); not checked.
@@ -64,9 +64,6 @@ def compute_attention(
         scale: Factor of the scores; None: 1 / sqrt(D).
         window: Tokens to each side that a token attends to, if the mask allows; None: all of its
             document.
-
-    Returns:
-        Attention [S, H, D].
     """
     width = q.size(-1)
     scale = 1 / math.sqrt(width) if scale is None else scale
@@ -89,12 +86,14 @@ def compute_attention(
 
 
 def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the reason why an attention backend cannot run on a device in a dtype.
+    """Return the reason against an attention backend on a device in a dtype.
 
-    The text, a phrase such as "needs a CPU", is empty if the backend can run.
+    The text, a phrase such as "needs a CPU" or several joined by "; ", is empty if nothing is
+    missing. The backend is not tried, which `check_backend` does. onednn is also refused if sdpa is
+    as fast.
 
     Args:
-        name: One of BACKENDS.
+        name: One of BACKENDS; not checked.
         dtype: Dtype of queries, keys and values.
     """
     if name == "sdpa":
@@ -147,7 +146,7 @@ def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal, window)
 def flash_attn_versions(device: torch.device) -> list[int]:
     """Return the usable major versions of flash-attn in the order of trial: 4, 3, 2.
 
-    They are installed, support the accelerator `device` (not a CPU) and are not excluded by
+    They are installed, support `device`, which must be an accelerator, and are not excluded by
     `exclude_flash_attn`. The list may be empty. No version is imported.
     """
     versions = _installed_flash_versions()
@@ -161,7 +160,7 @@ def flash_attn_versions(device: torch.device) -> list[int]:
 def exclude_flash_attn(version: int) -> None:
     """Leave a major version of flash-attn unused in the rest of this process.
 
-    `version` is 4, 3 or 2. For a version that cannot be imported or compiled, or that has failed
+    `version` is 4, 3 or 2. Call it if the version cannot be imported or compiled, or has failed
     its self-test.
     """
     _excluded_versions.add(version)
@@ -179,9 +178,9 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def exclude_unmeasured_flash_attn(device: torch.device) -> None:
-    """Leave flash-attn 4 unused in this process on GPUs that are not Hopper.
+    """Leave flash-attn 4 unused in this process unless `device` is a Hopper GPU.
 
-    Nobody has measured it there.
+    Nobody has measured it on others.
     """
     if not is_hopper(device):
         exclude_flash_attn(4)
@@ -243,6 +242,7 @@ def load_flash_kernel(device: torch.device) -> Kernel:
 
     Raises:
         IndexError: No version is usable.
+        Exception: The version cannot be imported.
     """
     # Version 4 keeps what it compiles for later runs.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

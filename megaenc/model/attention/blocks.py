@@ -6,7 +6,6 @@ layers with the window.
 """
 
 import contextlib
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +17,13 @@ from megaenc.model.packed_sequences import PackedSequences, copy_to_device
 
 _MIN_BLOCK = 64  # queries; smaller blocks share fewer keys
 
-# Not cuDNN, which would build a plan for each document length.
 _SDPA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
-def sdpa_kernels(device: torch.device) -> Any:
-    """Return a context manager that restricts torch's scaled dot product.
+def sdpa_kernels(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that keeps torch's scaled dot product from cuDNN.
 
-    Only kernels that take any length without a plan for it are used. On a CPU nothing is
-    restricted.
+    cuDNN would build a plan for each document length. On a CPU nothing is restricted.
     """
     return contextlib.nullcontext() if device.type == "cpu" else sdpa_kernel(list(_SDPA_KERNELS))
 
@@ -34,7 +31,9 @@ def sdpa_kernels(device: torch.device) -> Any:
 def attend_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float, window: int
 ) -> Tensor:
-    """Return attention within documents and a window, computed in blocks of queries.
+    """Return attention [S, H, D] within documents and a window, by blocks of queries.
+
+    It runs on any device and has gradients. The mask is kept in `packing.cache`.
 
     Args:
         q: Queries [S, H, D].
@@ -43,9 +42,6 @@ def attend_in_blocks(
         packing: Documents of the S tokens, and their mask.
         scale: Factor of the scores.
         window: Tokens to each side that a token attends to, if the mask allows.
-
-    Returns:
-        Attention [S, H, D].
     """
     tokens = len(q)
     block = max(window, _MIN_BLOCK)

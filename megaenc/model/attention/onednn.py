@@ -37,14 +37,15 @@ _precision_users = [0]
 class QueryBlock:
     """Block of queries of a padded document, with their keys and mask.
 
-    `queries` and `keys` are (start, stop) of the document's padded tokens. The keys include those
-    that only some of the queries attend to, which are masked.
+    `queries` and `keys` are (start, stop) of the document's padded tokens. All queries attend to
+    the first `masked_from` keys; `hidden` is True where a query does not attend to one of the
+    further keys, and None if no query attends to these.
     """
 
     queries: tuple[int, int]
     keys: tuple[int, int]
-    masked_from: int  # the first key with a mask, counted from the first key
-    hidden: Tensor | None  # bool[queries, 1, masked keys]; None: hidden from all queries
+    masked_from: int
+    hidden: Tensor | None  # bool[queries, 1, masked keys]
 
     @property
     def is_kept(self) -> bool:
@@ -54,7 +55,7 @@ class QueryBlock:
 
 @dataclass(frozen=True)
 class DocumentBatch:
-    """Documents of one length and one prefix length in the layout of a pack.
+    """Documents of equal length and prefix length in the layout of a pack.
 
     Args:
         start: First padded token of the batch in the layout.
@@ -74,8 +75,8 @@ class PackLayout:
     """Layout of a row's tokens for batched products, with documents by length.
 
     Each document is padded and has the shape [groups, padded tokens, width], with `groups`
-    key/value heads. The `repeats` query heads of a group are rows of each token, so that keys and
-    values are not copied. Built by `from_packed`.
+    key/value heads. The `repeats` query heads of a group share a row of each token, so that keys
+    and values are not copied. Built by `from_packed`.
     """
 
     groups: int
@@ -138,14 +139,14 @@ class PackLayout:
                 `groups` heads.
 
         Returns:
-            [padded tokens, groups, heads / groups * D]; the padding repeats each document's last
-            token.
+            A tensor of the size [padded tokens, groups, heads / groups * D], whose rows are in the
+            order of (document, group, token). The padding repeats each document's last token.
         """
         rows = x.reshape(len(self.layout_rows), -1)
         return _select_rows(rows, self.source_rows).view(-1, self.groups, rows.size(1))
 
     def scatter(self, x: Tensor, width: int) -> Tensor:
-        """Return x of this layout as [S, heads, width], without its padding.
+        """Return a tensor of this layout as [S, heads, width], without its padding.
 
         Args:
             x: [rows of the layout, heads / groups * width], or a view of it.
@@ -227,8 +228,9 @@ def float32_by_onednn() -> Iterator[None]:
     """Return a context in which torch computes float32 products by oneDNN.
 
     MKL, which torch uses otherwise, is slower on AMD's processors. The setting counts for the whole
-    process. It allows bfloat16 products of float32 numbers, which oneDNN makes only with AMX, and
-    which are exact for the bfloat16 numbers here. Any other precision that is set stays as it is.
+    process; threads may use it at the same time. It lets oneDNN round float32 factors to bfloat16,
+    which happens only with AMX: they must be representable in bfloat16. If
+    `torch.backends.mkldnn.matmul.fp32_precision` is set already, nothing is changed.
     """
     matmul = torch.backends.mkldnn.matmul
     with _precision_lock:
@@ -254,9 +256,9 @@ def attend_by_products(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Return attention within documents and a window, by oneDNN's products.
+    """Return attention [S, H, D] within documents and a window, by oneDNN's products.
 
-    It has gradients.
+    It has gradients. The layout is kept in `packing.cache`.
 
     Args:
         q: Queries [S, H, D], on a CPU.
@@ -264,10 +266,8 @@ def attend_by_products(
         v: Values [S, G, D].
         packing: Documents of the S tokens, and their mask.
         scale: Factor of the scores.
-        window: Tokens to each side that a token attends to; None: all of its document.
-
-    Returns:
-        Attention [S, H, D].
+        window: Tokens to each side that a token attends to, if the mask allows; None: all of its
+            document.
     """
     key = ("onednn", q.size(1), k.size(1), window)
     if key not in packing.cache:  # once for all layers
@@ -299,12 +299,12 @@ class _Products:
 
     def compute_probabilities(
         self, q: Tensor, k: Tensor, scale: float, is_training: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor]:
         """Return the attention probabilities, and the tensor to save for backward.
 
         Args:
-            q: Queries of a batch [G, rows, D].
-            k: Keys of a batch [G, keys, D].
+            q: Queries of a batch of documents, [documents * groups, rows, D].
+            k: Keys of the batch, [documents * groups, keys, D].
             scale: Factor of the scores.
             is_training: Whether a backward pass follows.
 

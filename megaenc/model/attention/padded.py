@@ -6,6 +6,7 @@ tens of shapes, and mostly less than twice the tokens. Unless attention is causa
 batch has a mask of [documents, length, length] elements, which all layers share.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,7 +152,9 @@ def attend_padded(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Return attention within documents, computed by cuDNN on padded batches.
+    """Return attention [S, H, D] within documents, by cuDNN on padded batches.
+
+    It has gradients. The batches and masks are kept in `packing.cache`.
 
     Args:
         q: Queries [S, H, D], on a GPU in bfloat16 or float16; D is a multiple of 8.
@@ -159,10 +162,8 @@ def attend_padded(
         v: Values [S, G, D].
         packing: Documents of the S tokens, and their mask.
         scale: Factor of the scores.
-        window: Tokens to each side that a token attends to; None: all of its document.
-
-    Returns:
-        Attention [S, H, D].
+        window: Tokens to each side that a token attends to, if the mask allows; None: all of its
+            document.
     """
     key = ("padded", q.dtype, window)
     if key not in packing.cache:  # once for all layers
@@ -180,10 +181,10 @@ def attend_padded(
     return torch.cat(parts).index_select(0, padded.inverse_order)
 
 
-def cudnn_only():
+def cudnn_only() -> contextlib.AbstractContextManager[None]:
     """Return a context manager that restricts torch's scaled dot product to cuDNN.
 
-    Within it the product fails if cuDNN cannot compute it.
+    Within it the product raises RuntimeError if cuDNN cannot compute it.
     """
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 

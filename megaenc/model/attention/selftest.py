@@ -48,7 +48,7 @@ class TrialPack:
     def loud(self) -> Tensor:
         """Return which tokens are scaled to detect leaks from them, bool[S, 1, 1].
 
-        They are the tokens of every other document, from the second on.
+        They are the tokens of every other document, from the second on. The tensor is on the CPU.
         """
         return torch.from_numpy(np.repeat(np.arange(len(self.lengths)) % 2 == 1, self.lengths))[
             :, None, None
@@ -76,19 +76,15 @@ def check_backend(
 ) -> SelfTestResult:
     """Return the result of testing an attention backend on a device, on this rank.
 
-    An exception of the backend is a failure, and so are masks of cudnn above MASK_BYTES_LIMIT.
+    An exception of the backend is a failure, and so are masks of cudnn above MASK_BYTES_LIMIT and
+    a `missing_requirement`. `heads` (of queries), `groups` (key/value heads) and `head_dim` (width
+    of a head) are those of this rank; `dtype` is that of queries, keys and values.
 
     Args:
         name: One of BACKENDS.
-        heads: Query heads of this rank.
-        groups: Key/value heads of this rank.
-        head_dim: Width of a head.
-        dtype: Dtype of queries, keys and values.
-        masks: Masks to test.
         windows: Windows of the model's layers, None for global attention; no iterator, as they are
-            read for each mask. A window is cut to a quarter of the longest document of a trial.
-        seq_length: Tokens of a pack; on an accelerator a document of about as many is tried, up to
-            2,048.
+            read for each of `masks`. Longer than a quarter of a trial's documents, they are cut.
+        seq_length: Tokens of a pack; on an accelerator documents up to that and 2,048 are tried.
         packs: Packs of a micro-batch, for the size of the masks of cudnn.
     """
     worst = SelfTestResult(name, True, 0.0, error_tolerance(dtype, head_dim, device), "")

@@ -141,8 +141,8 @@ def rounding_error(dtype: torch.dtype) -> float:
 def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
     """Return the Float8Recipe of a format on this machine, computed once in a process.
 
-    On accelerators Triton kernels are used if their results match torch's bit by bit; if not, rank
-    0 prints the reason.
+    On accelerators Triton kernels are used if their results match torch's bit by bit. Each rank
+    decides for itself; if rank 0 does not use them, it prints the reason.
 
     Args:
         fp8_format: `hybrid` (gradients with 5 bits of exponent, all else with 4) or `e4m3` (all

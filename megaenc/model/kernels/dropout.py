@@ -37,7 +37,8 @@ def drop(x: Tensor, low: Tensor, high: Tensor, first: int, limit: int, scale: fl
     """Return hidden states [..., H] times `scale`, or 0 if the hash is below `limit`.
 
     It has no gradient: `megaenc.model.functional.dropout` calls it in both passes. The result has
-    the dtype of `x`. All hashed numbers are 32 bits that count as unsigned, in signed numbers.
+    the dtype of `x`. `low`, `high`, `first` and `limit` are unsigned 32-bit numbers, given as the
+    signed ones of the same bits.
 
     Args:
         low: int32[rows], numbers of the rows that are added to those of the channels.

@@ -29,9 +29,9 @@ compiled in the middle of training.
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the smallest power of two that is at least `number`, from 1.
+    """Return the smallest power of two that is at least `number`.
 
-    It is a valid size of a Triton block.
+    It is a valid size of a Triton block. `number` is at least 1, which is not checked.
     """
     return 1 << (number - 1).bit_length()
 

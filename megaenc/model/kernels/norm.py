@@ -106,16 +106,13 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return x / rms(x) * weight in the dtype of `x`, by Triton, with gradients.
 
-    It is computed in float32.
+    With `residual` it returns (x + residual, the norm of that sum). It is computed in float32.
 
     Args:
         x: [..., H].
         weight: [H].
         epsilon: Number that is added to the mean square.
         residual: [..., H] to add before the norm, or None.
-
-    Returns:
-        The norm, or with `residual` (x + residual, its norm).
     """
     return _TritonNorm.apply(x, residual, weight, epsilon, False)
 
@@ -125,8 +122,8 @@ def layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return (x - mean(x)) / std(x) * weight, without a bias, by Triton.
 
-    Arguments and results are as of `rms_norm`; `epsilon` is added to the variance, and `residual`
-    to `x`.
+    With `residual` it returns (x + residual, the norm of that sum). `epsilon` is added to the
+    variance; all else is as in `rms_norm`.
     """
     return _TritonNorm.apply(x, residual, weight, epsilon, True)
 

@@ -27,9 +27,10 @@ interpreter truncates instead."""
 class SelfTestResult:
     """Result of the self-test of a kernel or an attention backend on this rank.
 
-    name: kernel or backend; available: whether it could run at all; error: largest relative error,
-    of a failure the first above the tolerance; None if nothing was computed; tolerance: limit of
-    the error; reason: reason for failure, for the console; empty if it passed.
+    name: kernel or backend; available: whether it could run at all, True for a backend that raises
+    an exception; error: largest relative error, of a failure the first above the tolerance; None
+    without a result; tolerance: limit of the error; reason: reason for failure, for the console,
+    without a full stop; empty if it passed.
     """
 
     name: str
@@ -384,9 +385,9 @@ def select_fused_kernels(
 ) -> FusedKernels:
     """Return the Triton kernels that pass a self-test on all ranks.
 
-    A collective call of all ranks, of which rank 0 prints the kernels that fail. There are none on
-    a CPU, but Triton's interpreter (TRITON_INTERPRET=1) can run them there. Results are kept for
-    later calls in the process.
+    All ranks call it together, and rank 0 prints the kernels that fail. There are none on a CPU,
+    except by Triton's interpreter (TRITON_INTERPRET=1). Results are kept for later calls in the
+    process.
 
     Args:
         enabled: Whether any kernel may be used, equal on all ranks.

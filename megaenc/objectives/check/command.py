@@ -88,7 +88,7 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
         config: Objective and options as given to the command, for the other process.
 
     Raises:
-        InputError: The objective raises an error.
+        InputError: The objective raises an error here; in the other process it fails the check.
     """
     packs = list(make_packs(_CONTRACT_PACKS))
     expected = compute_digest(objective, packs)
@@ -115,9 +115,9 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
 
 
 def print_digest(objective: str, options: Sequence[str]) -> None:
-    """Print `compute_digest` of an objective and `options`, as of `load_objective`.
+    """Print the `compute_digest` of an objective over the packs of `check_determinism`.
 
-    The check of determinism calls it in another process.
+    That check calls it in another process. Arguments and errors are those of `load_objective`.
     """
     print(compute_digest(load_objective(objective, options), make_packs(_CONTRACT_PACKS)))
 
@@ -150,11 +150,10 @@ def run_checks(config: CheckConfig) -> tuple[Objective, list[CheckResult]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc objective check`: print a table of the checks.
 
+    A failed check or wrong input exits with 2, a failed check after the table.
+
     Args:
         argv: Words after the command; None: those of this process.
-
-    Raises:
-        InputError: A check failed (exit code 2).
     """
     config = flags.parse(CheckConfig, argv, prog="megaenc objective check", description=__doc__)
     objective, results = run_checks(config)

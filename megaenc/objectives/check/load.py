@@ -15,14 +15,16 @@ from megaenc.objectives.schedule import parse_objective
 def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
     """Return the objective given to the command, with the made-up VOCABULARY.
 
-    MODULE is imported, also from the current directory.
+    MODULE is imported, also from the current directory, which joins sys.path. CLASS need not be
+    registered.
 
     Args:
         text: NAME, NAME(OPTIONS) or MODULE:CLASS.
         options: NAME=VALUE each, only for MODULE:CLASS.
 
     Raises:
-        InputError: The objective cannot be built, or `options` are given with a NAME.
+        InputError: The objective cannot be built, `options` are given with a NAME, or another
+            objective has the name of CLASS.
     """
     words = dict(word.partition("=")[::2] for word in options)
     if "(" in text or ":" not in text:

@@ -38,7 +38,7 @@ class CheckResult(NamedTuple):
     """Result of a check of `megaenc objective check`.
 
     name: name of the check; passed: whether it passed, None if it is only a figure or was not
-    tested; text: the figure or the complaint, for the console.
+    tested; text: the figure or the complaint, for the console, without a full stop.
     """
 
     name: str

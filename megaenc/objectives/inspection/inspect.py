@@ -113,7 +113,8 @@ def compute_length_stats(document_lengths: np.ndarray) -> LengthStats:
 def inspect_corpus(settings: InspectConfig) -> list[Any]:
     """Return rich renderables of a corpus, in the order in which to print them.
 
-    They are statistics, a histogram of lengths, and a decoded pack if a tokenizer is given.
+    They are statistics, a histogram of lengths, and a decoded pack, or without a tokenizer a line
+    on how to get one.
 
     Raises:
         InputError: The corpus, the tokenizer or the objective is unusable.
@@ -247,7 +248,7 @@ def format_bar(fraction: float, width: int = _BAR_WIDTH) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc data inspect`: print statistics of a corpus and a decoded pack.
 
-    The pack is printed only if a tokenizer is given.
+    The pack is printed only if a tokenizer is given. Wrong input exits with 2.
 
     Args:
         argv: Words after the command; None: those of this process.

@@ -233,8 +233,8 @@ def select_collocations(
 def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.ndarray:
     """Return the first `max_tokens` tokens of a corpus, for `count_ngrams`.
 
-    They are int32, fewer if the corpus has fewer. -1 stands in place of special tokens, which
-    count, and in addition after each document that is not empty.
+    They are int32, fewer if the corpus has fewer. -1 stands in place of special tokens, which count
+    as tokens, and as a further element after each document that is not empty.
     """
     documents = np.flatnonzero(corpus.document_lengths)
     ends = np.cumsum(corpus.document_lengths[documents])
@@ -262,6 +262,8 @@ def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.n
 
 def find_collocations(settings: CollocationsConfig) -> None:
     """Count n-grams of the corpus, write the file of collocations and print examples.
+
+    Missing directories of the file are created.
 
     Raises:
         InputError: The output exists, a file cannot be used, or there are no collocations.
@@ -319,7 +321,7 @@ def find_collocations(settings: CollocationsConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc objective collocations`: write the collocations of a corpus.
 
-    Examples are printed.
+    Examples are printed. Wrong input exits with 2.
 
     Args:
         argv: Words after the command; None: those of this process.

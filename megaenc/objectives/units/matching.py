@@ -205,7 +205,7 @@ def check_collocations(path: str, vocabulary: Vocabulary) -> None:
     A vocabulary without a tokenizer (no fingerprint), as in checks, fits any.
 
     Raises:
-        InputError: It does not.
+        InputError: It does not, or is missing or damaged.
     """
     fingerprint = str(load_collocations(path).facts.get("tokenizer"))
     if vocabulary.fingerprint and not vocabulary.is_of_tokenizer(fingerprint):
