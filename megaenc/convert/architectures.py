@@ -35,11 +35,11 @@ class ModelFamily:
     """Family of Hugging Face models, which all have one `model_type`; see FAMILIES.
 
     layers: module of megaenc.convert.families, with options of the layers and their fields in
-    config.json. architecture: transformers' class with output layer; for NeoBERT, the Hub's.
-    qkv_bias: whether queries, keys and values have biases. qk_norms: whether each head normalizes
-    queries and keys. is_encoder: whether attention is bidirectional by default. export_as: family
-    to export as, if transformers does not know this one. poolings: values of an encoder's
-    `classifier_pooling`.
+    config.json. architecture: name of transformers' class with output layer; for NeoBERT, of the
+    Hub's; empty with `export_as`. qkv_bias: whether queries, keys and values have biases. qk_norms:
+    whether each head normalizes queries and keys. is_encoder: whether attention is bidirectional by
+    default. export_as: `model_type` of the family to export as, if transformers does not know this
+    one; else empty. poolings: values of an encoder's `classifier_pooling`.
     """
 
     model_type: str
@@ -250,7 +250,7 @@ def to_model_config(config: Any, family: ModelFamily, file: str) -> ModelConfig:
         file: Path of the config.json, with which errors begin.
 
     Raises:
-        InputError: A field asks for an unsupported feature; the message names it.
+        InputError: A field is invalid or asks for an unsupported feature; the message names it.
     """
     layers = family.layers
     options = layers.read_fields(config, file)
@@ -318,21 +318,16 @@ def build_export_config(
 ) -> Any:
     """Return transformers' config of an export, the inverse of `to_model_config`.
 
-    It has no `prediction_shift`. An output layer's bias is accepted even if the family has none
-    (see `without_output_bias`).
+    It has no `prediction_shift`. A bias of the output layer is accepted even if the family has none
+    (see `without_output_bias`). InputErrors are any other feature that the family lacks, for which
+    the message names other families, and for encoders a tokenizer without a mask token.
 
     Args:
-        family: Family to export as.
         vocab_size: Rows of the embedding, without padding for tensor parallelism.
         context: Context length in tokens.
         tokenizer: Transformers' tokenizer, for the special token ids.
         dtype: Dtype of the weights, which the config names.
-        source: SOURCE_FIELDS of the model that was converted, if any. They are kept unless the
-            tokenizer or the family contradicts.
-
-    Raises:
-        InputError: The family does not support the model, and the message names others that do; or
-            the tokenizer has no mask token and the family is an encoder's.
+        source: SOURCE_FIELDS of a converted model, kept unless tokenizer or family contradict.
     """
     if missing := family.unsupported_feature(family.without_output_bias(model), attention):
         able = able_families(model, attention)

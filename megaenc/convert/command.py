@@ -31,7 +31,10 @@ directions:
 
 @dataclasses.dataclass(frozen=True)
 class ToHFConfig:
-    """Flags of `megaenc convert to-hf`."""
+    """Flags of `megaenc convert to-hf`.
+
+    `load` and `output` must not stay empty, which only `main` checks.
+    """
 
     load: str = ""
     """run directory (the --save of a pretraining run)"""
@@ -79,7 +82,10 @@ class ToHFConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FromHFConfig:
-    """Flags of `megaenc convert from-hf`."""
+    """Flags of `megaenc convert from-hf`.
+
+    `input` and `output` must not stay empty, which only `main` checks.
+    """
 
     input: str = ""
     """Hugging Face directory of an EuroBERT, ModernBERT, Ettin, NeoBERT, Llama, Mistral, Qwen2,
@@ -97,7 +103,10 @@ class FromHFConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MergeConfig:
-    """Flags of `megaenc convert merge`."""
+    """Flags of `megaenc convert merge`.
+
+    `load` and `output` must not stay empty, which only `main` checks.
+    """
 
     load: tuple[str, ...] = ()
     """checkpoints: run directories with steps, as in runs/a@1000,1200 runs/b@1200; the newest
@@ -124,7 +133,7 @@ class MergeConfig:
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> None:
     """Run `megaenc convert` with a direction (to-hf, from-hf, merge) and its flags.
 
-    Without arguments it prints the usage.
+    Without arguments it prints the usage. Wrong input exits with 2.
 
     Args:
         argv: Direction and flags; None: those of this process.

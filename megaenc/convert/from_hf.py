@@ -90,9 +90,9 @@ class HFSource:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the origin of the weights for run.json, with the SHA-256 of each file.
+        """Return the origin of the weights for run.json: family, name, context and files.
 
-        All files are read.
+        `files` has the SHA-256 of config.json and of each weight file, by name; all are read.
         """
         files = [self.directory.config_file, *self.directory.files]
         return {
@@ -106,7 +106,7 @@ class HFSource:
 def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     """Open the Hugging Face directory `path` and check that its files agree.
 
-    Only weights that must be zero or equal to others are read.
+    Only weights that must be zero or equal to others are read, and no tokenizer.
 
     Args:
         tie: Use the embedding as the output layer that is missing.
@@ -184,22 +184,16 @@ def from_hf(
 ) -> tuple[HFSource, MaskToken]:
     """Convert the Hugging Face directory `source` to a new run directory `output`.
 
-    The run directory has a checkpoint of step 0 with only the weights, and a config.yaml with the
-    flags of runs that start from it (`--init-from`). Weights are read one by one, so that memory
-    holds the model once. A single process calls it, without a process group.
+    It returns (opened source, mask token of the tokenizer). The run directory has a checkpoint of
+    step 0 with only the weights, and a config.yaml with the flags of runs that start from it
+    (`--init-from`). A single process calls it, without a process group. An InputError (parts do not
+    fit, a weight is NaN or infinite, no mask token) leaves no directory.
 
     Args:
         output: Directory to create; it must not exist.
-        add_mask_token: Add a mask token to a tokenizer without one.
-        tie: Use the embedding as the output layer that is missing.
+        add_mask_token: Add a mask token; an error if the tokenizer has one.
+        tie: Use the embedding as the output layer; an error if the directory has one.
         dtype: Dtype of the checkpoint; source: bf16 if all source weights are, else fp32.
-
-    Returns:
-        (source, mask token of the tokenizer).
-
-    Raises:
-        InputError: Parts do not fit, a weight is NaN or infinite, or the tokenizer has no mask
-            token and does not get one; no directory is left.
     """
     refuse_existing(output, "--output")
     hf_source = open_hf_source(source, tie=tie)
@@ -267,20 +261,16 @@ def write_run_files(
 ) -> tuple[Vocabulary, dict[str, Any]]:
     """Write tokenizer, config.yaml and run.json for weights that no run has trained.
 
+    It returns (vocabulary of the tokenizer, field `identity` of run.json). `seq_length` (of a pack,
+    in tokens), `dtype` (of the weights) and `objective` (a schedule) are for config.yaml.
+
     Args:
         directory: Existing directory to write to.
         output: Path that the directory will have, which config.yaml names.
-        tokenizer: Transformers' tokenizer.
         model: Model whose `vocab_size` is set, to the rows of the embedding.
-        seq_length: Pack length in tokens, for config.yaml.
-        dtype: Dtype of the weights, for config.yaml.
-        objective: Objective schedule, for config.yaml.
         source: Origin of the weights, for the field `source` of run.json.
         before: Earlier runs and models that the weights come from.
-        special_tokens: Tokens around each document in their training here, if there was any.
-
-    Returns:
-        (vocabulary of the tokenizer, field `identity` of run.json).
+        special_tokens: Tokens around each document in their training here; None: unknown.
     """
     write_tokenizer(tokenizer, directory / TOKENIZER_DIR)
     vocabulary = read_vocabulary(load_tokenizer(directory / TOKENIZER_DIR))

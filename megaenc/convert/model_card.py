@@ -194,8 +194,8 @@ def check_license(text: str) -> None:
 def read_last_metrics(directory: Path, step: int) -> dict[str, dict[str, Any]]:
     """Return the last metrics of a run up to `step`, by the data that they are of.
 
-    The keys are `training` and `held out, OBJECTIVE`, the values their metrics by name, with
-    `step`. Files that are missing or incomplete are left out.
+    The keys are `training` and `held out, OBJECTIVE`, the objective as Markdown code; the values
+    are metrics by name, with `step`. Files that are missing or incomplete are left out.
 
     Args:
         directory: Run directory.

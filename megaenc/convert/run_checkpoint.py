@@ -30,16 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """A run directory with its model, configuration and records.
+    """Run directory `directory` with its model, configuration and records.
 
-    Built by `open_run_checkpoint`.
+    Built by `open_run_checkpoint`. `dtype` is that of the run's weights.
 
     Args:
-        directory: Run directory.
         model: Model of the last phase.
         vocab_size: Rows of the embedding, without padding for tensor parallelism.
         seq_length: Pack length in tokens, of the last phase.
-        dtype: Dtype of the run's weights.
         identity: Field `identity` of run.json.
         settings: Content of config.yaml.
         start: Starting point of the run.
@@ -172,7 +170,7 @@ class RunCheckpoint:
         """Return the run's schedule of objectives, built with `vocabulary`.
 
         Raises:
-            InputError: An objective is not installed.
+            InputError: It cannot be built, for example as an objective is not installed.
         """
         try:
             return Schedule.build(
@@ -226,9 +224,9 @@ class RunCheckpoint:
     def load_encoder(self, step: int | None, length: int = 1) -> "Iterator[tuple[int, Encoder]]":
         """Load a checkpoint in this one process and yield its step and encoder.
 
-        It is a context manager, with a process group within the block. Memory holds the weights
-        once, which need no gradients. Step 0 without a checkpoint is drawn from the seed if
-        `has_seeded_step_0`.
+        It is a context manager, with a process group within the block. The weights, of dtype
+        `dtype`, are in memory once and require no gradients. Step 0 without a checkpoint is drawn
+        from the seed if `has_seeded_step_0`.
 
         Args:
             step: Step of the checkpoint; None: the newest.

@@ -61,9 +61,9 @@ def write_shards(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int,
 ) -> dict[str, str]:
-    """Write `tensors` to one or several safetensors files in `directory`.
+    """Write `tensors` to safetensors files; return the SHA-256 of each, by name.
 
-    Several files get an index.
+    Several files get an index. A tensor that does not fit `shapes` is a ValueError.
 
     Args:
         directory: Existing directory.
@@ -71,12 +71,6 @@ def write_shards(
         dtype: float32 or bfloat16, to which each tensor is cast.
         tensors: (name, tensor) of each; a tensor is needed only until the next one.
         max_bytes: Maximum bytes of the tensors in a file; a larger tensor has a file of its own.
-
-    Returns:
-        The SHA-256 of each tensor's written bytes, by name.
-
-    Raises:
-        ValueError: A tensor has another name or shape than `shapes`.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     files = _assign_shards(sizes, max_bytes)

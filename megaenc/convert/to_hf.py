@@ -57,23 +57,18 @@ _WRITTEN = [name for name, family in FAMILIES.items() if not family.export_as]
 
 
 def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) -> int:
-    """Export a checkpoint of run `load` to the new directory `output` and verify it.
+    """Export a checkpoint of a run to a new directory, verify it, and return its step.
 
     Writes config.json, safetensors, the tokenizer, a model card (README.md) and the certificate,
     conversion.json. The output at position i predicts token i + `prediction_shift` of config.json.
+    If a part is missing or the export differs from the run's model, the InputError leaves no
+    directory.
 
     Args:
         load: Run directory.
         output: Directory to create; it must not exist.
         step: Step of the checkpoint; None: the newest.
-        options: Those of `Exporter.__init__`.
-
-    Returns:
-        The step that was exported.
-
-    Raises:
-        InputError: A part is missing or the export differs from the run's model; no directory is
-            left.
+        options: Those of `Exporter`, such as `architecture="llama"`.
     """
     refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
@@ -90,8 +85,8 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) 
 def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
     """Export all checkpoints of run `load` to directories in `output`.
 
-    Step 0 is exported too if its weights follow from the seed. All directories are written or none.
-    Arguments and errors are those of `to_hf`.
+    Step 0 is exported too if its weights follow from the seed. All directories are written or none:
+    `output` must not exist. Arguments and errors are those of `to_hf`.
 
     Returns:
         The directory names (see `export_name`) in the order of steps.
@@ -149,7 +144,9 @@ def select_export_family(
 class Exporter:
     """Exporter of a run's checkpoints to Hugging Face directories.
 
-    It holds what all exports share: family, tokenizer, config and schedule.
+    All exports share family, tokenizer, config and schedule. The constructor takes the run at a
+    step (`RunCheckpoint.at_step`) and options of `megaenc convert to-hf`, checks them (InputError),
+    and reads no weights.
     """
 
     def __init__(

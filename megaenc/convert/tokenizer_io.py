@@ -147,13 +147,14 @@ class MaskToken:
 def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
     """Return the mask token of `tokenizer`; give the role to a token if none has it.
 
-    `tokenizer`, transformers', is then changed.
+    `tokenizer`, transformers', is then changed. `origin` is own, reserved or added.
 
     Args:
-        add: Whether to add a new token rather than take a reserved one of the vocabulary.
+        add: Add a new token; False: take a reserved one of the vocabulary.
 
     Raises:
-        InputError: There is neither a mask token nor a reserved one, or `add` is not needed.
+        InputError: There is neither a mask token nor a reserved one; or `add`, and there is a mask
+            token.
     """
     if tokenizer.mask_token is not None:
         if add:
@@ -200,7 +201,8 @@ def _find_reserved_token(tokenizer: Any) -> str | None:
 def write_tokenizer(tokenizer: Any, directory: Path, **options: Any) -> None:
     """Write tokenizer.json and tokenizer_config.json to `directory`.
 
-    The config names the class that uses tokenizer.json unchanged. Existing files are replaced.
+    The config names the class that uses tokenizer.json unchanged. Existing files are replaced, a
+    missing directory is created.
 
     Args:
         tokenizer: Transformers' tokenizer.
@@ -242,21 +244,15 @@ def verify_tokenizer(
 ) -> dict[str, Any]:
     """Check that the tokenizer of an export encodes as the one of training.
 
-    Compares the ids of fixed texts, which include every special token, and the pipeline parts that
-    determine ids.
+    It compares the ids of fixed texts, which include every special token, and the pipeline parts
+    that determine ids. It returns the results for conversion.json; the first difference is an
+    InputError.
 
     Args:
         directory: Directory of the export, which transformers loads.
         trained: Tokenizer of training.
         model_type: Field `model_type` of the export's config.json, for errors.
-        special_tokens: Special tokens around a document of training, with which the export must
-            encode a text; None: not compared.
-
-    Returns:
-        The results for conversion.json.
-
-    Raises:
-        InputError: The tokenizers differ; the message names the first difference.
+        special_tokens: Those with which the export must surround a text; None: not compared.
     """
     loaded = load_tokenizer(directory)
     kind = type(loaded).__name__

@@ -115,7 +115,8 @@ def verify_export(
 ) -> dict[str, Any]:
     """Check the weights, outputs and attention mask of an export.
 
-    transformers loads the directory, and computes on this process's device.
+    transformers loads the directory, and computes on this process's device. It returns the results
+    for conversion.json, such as the largest differences; an export that differs is an InputError.
 
     Args:
         directory: Export with config.json and weights.
@@ -124,12 +125,6 @@ def verify_export(
         attention: Attention that the export must have.
         digests: SHA-256 of each weight, by its name in the export, as of `write_shards`.
         windows: Window of each layer, None if it is global.
-
-    Returns:
-        The results for conversion.json, such as the largest differences.
-
-    Raises:
-        InputError: The export differs from the run's model.
     """
     from megaenc.backend.device import detect_backend
 

@@ -176,7 +176,7 @@ class ModelConfig:
         return 4 if self.post_norms else 2
 
     def norm_size(self, width: int) -> int:
-        """Return the number of parameters of a norm over `width` channels, its bias included."""
+        """Return the number of parameters of a norm over `width` channels, with bias."""
         return (1 + self.norm_bias) * width
 
     @property
@@ -197,7 +197,7 @@ class ModelConfig:
 
     @property
     def mlp_input_size(self) -> int:
-        """Return the width of the MLP's first product: gate and up together, over all ranks."""
+        """Return the width of the MLP's first product, gate and up, over all ranks."""
         return (self.mlp_matrices - 1) * self.ffn_hidden_size
 
     @property

@@ -231,7 +231,7 @@ class Objective(ABC):
         return dataclasses.replace(self, **changed) if changed else self
 
     def describe(self, every: bool = False, end: "Objective | None" = None) -> str:
-        """Return the objective as schedule text, `mlm(mask=0.3)`, or `mlm` without options.
+        """Return the objective as schedule text: `mlm`, or with options `mlm(mask=0.3)`.
 
         Args:
             every: Whether to include options at their default.

@@ -45,10 +45,10 @@ class Distillation(MaskedLanguageModeling):
     runs are compared by the held-out loss of `mlm`. The student's temperature is 1, so there is no
     factor of temperature^2.
 
-    The teacher's config and weights join the run's identity. It runs in float32 on the CPU, in the threads that OMP_NUM_THREADS gives, for each pack
-    that a rank reads: all tensor- and pipeline-parallel ranks of a model compute it again. On
-    accelerators it must not take longer than the step. No count of FLOPs and no estimate includes
-    it.
+    The teacher's config and weights join the run's identity. It runs in float32 on the CPU, in the
+    threads that OMP_NUM_THREADS gives, for each pack that a rank reads: all tensor- and
+    pipeline-parallel ranks of a model compute it again. On accelerators it must not take longer
+    than the step. No count of FLOPs and no estimate includes it.
     """
 
     name = "distill"
@@ -165,17 +165,13 @@ class Teacher:
 
         They are (ids int64[N, K], logits float64[N, K]), best first, without special tokens. K is
         `count`, or the number of tokens that are not special if that is smaller. Each document is
-        read without the others. Threads may call it at the same time.
+        read without the others. A pack longer than `context_length` is an InputError. Threads may
+        call it at the same time.
 
         Args:
             pack: Pack whose document boundaries are read; its tokens are not.
-            inputs: int64[T], token ids that the teacher reads, the mask token in place of hidden
-                ones.
+            inputs: int64[T], token ids that the teacher reads, mask tokens included.
             positions: int64[N], in any order.
-            count: Number of tokens at each position.
-
-        Raises:
-            InputError: The pack is longer than the model's context, as a document may be as long.
         """
         import torch
 

@@ -43,7 +43,7 @@ FIXED = {
 def find_unsupported_shape(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that Gemma 3 lacks; None if it has all.
 
-    Only the shape and the activation are checked.
+    The text follows "has no". Only the shape and the activation are checked.
     """
     # transformers refuses it, whatever the width of a head.
     if model.hidden_size % model.num_attention_heads:
@@ -52,7 +52,7 @@ def find_unsupported_shape(model: ModelConfig) -> str | None:
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig that a config has and `FIELDS` lacks, by name.
+    """Return the fields of ModelConfig, by name, that neither FIELDS nor FIXED gives.
 
     Args:
         config: Transformers' config object.

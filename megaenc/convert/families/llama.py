@@ -59,7 +59,7 @@ def find_unsupported_shape(model: ModelConfig) -> str | None:
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig that a config has and `FIELDS` lacks, by name.
+    """Return the fields of ModelConfig, by name, that neither FIELDS nor FIXED gives.
 
     Args:
         config: Transformers' config object.

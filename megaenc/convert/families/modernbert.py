@@ -55,7 +55,7 @@ def find_unsupported_shape(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that ModernBERT lacks; None if it has all.
 
     Each of its heads has its own keys and values, and the widths of the heads add up to the hidden
-    size. Only the shape and the activation are checked.
+    size. Only the shape and the activation are checked. The text follows "has no".
     """
     if model.num_query_groups != model.num_attention_heads:
         return "queries that share keys and values"
@@ -73,7 +73,7 @@ def find_unsupported_activation(model: ModelConfig) -> str | None:
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig that a config has and `FIELDS` lacks, by name.
+    """Return the fields of ModelConfig, by name, that neither FIELDS nor FIXED gives.
 
     Args:
         config: Transformers' config object.
@@ -137,16 +137,17 @@ def check_activation(name: Any, file: str) -> None:
 def read_layer_types(
     kinds: list[str], bases: dict[str, float], read_window: Callable[[], int], file: str
 ) -> dict[str, Any]:
-    """Return the fields of ModelConfig for `layer_types` of a config.json.
+    """Return window, rotary bases and global layers of ModelConfig for `layer_types`.
 
     Args:
-        kinds: The `layer_types`, each FULL or LOCAL.
+        kinds: The `layer_types` of a config.json, each FULL or LOCAL.
         bases: Rotary base by kind, of each kind that occurs.
         read_window: Returns `window_size` of ModelConfig; called only with local layers.
         file: File that errors name.
 
     Raises:
-        InputError: A kind is unknown, or the global layers are not every n-th up to the last one.
+        InputError: A kind is unknown, or the global layers, if any, are not m, m + n, m + 2 n, ...
+            to the end of the model, with any first m and n above 1.
     """
     if unknown_kinds := [kind for kind in kinds if kind not in (FULL, LOCAL)]:
         raise InputError(

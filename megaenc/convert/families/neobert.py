@@ -48,7 +48,7 @@ FIXED = {"output_layer_bias": (True, "output layer without bias")}
 def find_unsupported_shape(model: ModelConfig) -> str | None:
     """Return, as text, a feature of `model` that NeoBERT lacks; None if it has all.
 
-    Only the shape and the activation are checked.
+    The text follows "has no". Only the shape and the activation are checked.
     """
     if model.ffn_hidden_size % _MULTIPLE:
         return f"--ffn-hidden-size that is no multiple of {_MULTIPLE}"
@@ -56,7 +56,7 @@ def find_unsupported_shape(model: ModelConfig) -> str | None:
 
 
 def read_fields(config: Any, file: str) -> dict[str, Any]:
-    """Return the fields of ModelConfig that a config has and `FIELDS` lacks, by name.
+    """Return the fields of ModelConfig, by name, that neither FIELDS nor FIXED gives.
 
     Args:
         config: Transformers' config object.
@@ -101,7 +101,7 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 
 
 def export_fields(model: ModelConfig, tokenizer: Any, attention: Attention) -> dict[str, Any]:
-    """Return the fields of a NeoBERT config.json that `FIELDS` lacks.
+    """Return the fields of a NeoBERT config.json that `FIELDS` lacks, by name.
 
     It is the inverse of `read_fields`; `tokenizer` and `attention` are unused.
     """

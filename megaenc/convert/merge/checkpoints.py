@@ -62,7 +62,7 @@ class MergeSource:
 
     @property
     def name(self) -> str:
-        """Return the checkpoint as it is given on the command line, such as `runs/a@1000`."""
+        """Return RUN@STEP for messages, such as `runs/a@1000`, also if no step was given."""
         return f"{self.run.directory}@{self.step}"
 
     @property
@@ -107,27 +107,18 @@ def merge(
     density: float | None = None,
     dtype: str = "source",
 ) -> MergeRecord:
-    """Merge the checkpoints `load` and write the result as run directory `output`.
+    """Merge two or more checkpoints into a new run directory; return its MergeRecord.
 
     Float32 master weights are merged if a checkpoint has them. A single process calls it, without a
-    process group.
+    process group. Input that does not fit or is damaged is an InputError, which leaves no `output`.
 
     Args:
         load: Checkpoints as RUN (its newest), RUN@STEP or RUN@STEP,STEP; RUN is a run directory.
-        output: Directory to create; it must not exist.
-        method: linear, slerp (of two checkpoints) or ties.
-        weights: One for each checkpoint (linear; default: equal ones), or the position between
-            two, from 0 to 1 (slerp; default: 0.5).
-        base: Checkpoint from which all others were trained (ties), as RUN or RUN@STEP.
-        density: Fraction of each checkpoint's changes, the largest ones, that is merged (ties).
+        method: linear, slerp (of two checkpoints) or ties, which requires `base` and `density`.
+        weights: One of each checkpoint (linear; default: equal), or one from 0 to 1 (slerp; 0.5).
+        base: Only for ties: checkpoint from which all others were trained, as RUN or RUN@STEP.
+        density: Only for ties: fraction of each checkpoint's changes, the largest, that is merged.
         dtype: Dtype of the result: bf16, fp32, or source: bf16 if all checkpoints have it.
-
-    Returns:
-        The record of the merge, as in run.json.
-
-    Raises:
-        InputError: An option does not fit the method, the checkpoints do not fit each other or one
-            is damaged; no directory is left.
     """
     refuse_existing(output, "--output")
     sources = [source for text in load for source in _open_sources(text, "--load")]

@@ -25,7 +25,7 @@ class MergedCheckpoint:
     """Checkpoint that was merged.
 
     Args:
-        run: Run directory.
+        run: Absolute path of the run directory.
         step: Step of the checkpoint.
         identity: Digest of the run's identity.
         sha256: Digest of the checkpoint's state.json.
@@ -101,18 +101,15 @@ def merge_linear(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def merge_slerp(tensors: Sequence[Tensor], t: float) -> Tensor:
-    """Return the spherical interpolation between two tensors, as flat vectors.
+    """Return the spherical interpolation between two tensors, float32 of their shape.
 
-    Shoemake 1985: sin((1 - t) w) / sin(w) a + sin(t w) / sin(w) b with the angle w between a and b,
-    whose lengths stay as they are. Linear if a and b are parallel, opposite, or one of them is
-    zero.
+    Shoemake 1985: sin((1 - t) w) / sin(w) a + sin(t w) / sin(w) b with the angle w between a and b
+    as flat vectors, which are not normalized. It is linear if a and b are parallel or opposite, or
+    one of them is zero.
 
     Args:
         tensors: Two tensors a and b of equal shape.
         t: Position from a (0) to b (1).
-
-    Returns:
-        float32 of their shape.
     """
     dots = np.zeros(3)  # of (a, a), (b, b), (a, b)
     for parts in _iter_chunks(tensors):
@@ -130,7 +127,7 @@ def merge_slerp(tensors: Sequence[Tensor], t: float) -> Tensor:
 
 
 def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[float]) -> Tensor:
-    """Return `base` plus the differences of `tensors` to it, merged by TIES.
+    """Return `base` plus the differences of `tensors` to it, merged by TIES, float32.
 
     This is algorithm 1 of arXiv 2306.01708 with lambda = 1: differences below the checkpoint's
     threshold become 0; the sign of their sum is elected for each element; those of this sign are
@@ -139,11 +136,8 @@ def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[flo
     Args:
         base: Tensor of the checkpoint from which the others were trained.
         tensors: Tensors of the same shape, one of each checkpoint.
-        thresholds: Magnitude below which a difference of each checkpoint becomes 0, by
+        thresholds: Magnitude of each checkpoint below which a difference becomes 0, by
             `trim_threshold`.
-
-    Returns:
-        float32 of the same shape.
     """
 
     def merge(parts: list[Tensor]) -> Tensor:

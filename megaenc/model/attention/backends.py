@@ -62,8 +62,7 @@ def compute_attention(
         v: Values [S, G, D].
         packing: Documents of the S tokens, and their mask.
         scale: Factor of the scores; None: 1 / sqrt(D).
-        window: Tokens to each side that a token attends to, if the mask allows; None: all of its
-            document.
+        window: Tokens to each side that are attended to, if the mask allows; None: all.
     """
     width = q.size(-1)
     scale = 1 / math.sqrt(width) if scale is None else scale

@@ -38,8 +38,8 @@ class QueryBlock:
     """Block of queries of a padded document, with their keys and mask.
 
     `queries` and `keys` are (start, stop) of the document's padded tokens. All queries attend to
-    the first `masked_from` keys; `hidden` is True where a query does not attend to one of the
-    further keys, and None if no query attends to these.
+    the first `masked_from` keys; `hidden` tells which of the further keys a query does not attend
+    to. It is None if no query attends to any of these.
     """
 
     queries: tuple[int, int]

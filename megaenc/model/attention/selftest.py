@@ -82,9 +82,9 @@ def check_backend(
 
     Args:
         name: One of BACKENDS.
-        windows: Windows of the model's layers, None for global attention; no iterator, as they are
-            read for each of `masks`. Longer than a quarter of a trial's documents, they are cut.
-        seq_length: Tokens of a pack; on an accelerator documents up to that and 2,048 are tried.
+        windows: Windows of the model's layers, None for global attention; no iterator. They are
+            cut to a quarter of the longest document of a trial.
+        seq_length: Tokens of a pack; accelerators try a document of about as many, up to 2,048.
         packs: Packs of a micro-batch, for the size of the masks of cudnn.
     """
     worst = SelfTestResult(name, True, 0.0, error_tolerance(dtype, head_dim, device), "")
@@ -170,8 +170,9 @@ def _check_mask_memory(
 def error_tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
     """Return the largest acceptable `max_relative_error` of an attention backend.
 
-    It is 16 times the unit of rounding: a correct kernel reaches 10 units with heads 8 wide and 5
-    with heads 64 or 96 wide; a scale that is 15 % off reaches 70 units of bfloat16.
+    It is 16 times the unit of rounding of `dtype`, plus 4 times float32's for each of `terms`. A
+    correct kernel reaches 10 units with heads 8 wide and 5 with heads 64 or 96 wide; a scale that
+    is 15 % off reaches 70 units of bfloat16.
 
     Args:
         dtype: Dtype of inputs and results.
@@ -294,7 +295,7 @@ def reference_attention(
 ) -> tuple[Tensor, ...]:
     """Return float32 attention by its formula, and the gradients of q, k and v.
 
-    All tensors are on the CPU. The factor of the scores is 1 / sqrt(D).
+    All tensors are on the CPU, results too. The factor of the scores is 1 / sqrt(D).
 
     Args:
         q: Queries float32[S, H, D].
@@ -303,9 +304,6 @@ def reference_attention(
         upstream: Gradient of the output, float32[S, H, D].
         spans: (start, prefix end, stop) of each document, as of `PackedSequences.spans`.
         window: Tokens to each side that are attended to; None: all.
-
-    Returns:
-        (attention, gradient of q, gradient of k, gradient of v), each of the shape of its tensor.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -54,8 +54,7 @@ def check_float8_linear(
         dtype: Dtype of inputs, weights and results.
 
     Raises:
-        InputError: The machine has no float8 matrix products, or a product fails or exceeds the
-            tolerance.
+        InputError: There are no float8 matrix products, or one fails or exceeds the tolerance.
     """
     names = "output", "gradient of the input", "gradient of the weight"
     kind = select_float8_recipe(fp8_format, backend)

@@ -115,7 +115,7 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
 
 
 def print_digest(objective: str, options: Sequence[str]) -> None:
-    """Print the `compute_digest` of an objective over the packs of `check_determinism`.
+    """Print `compute_digest` of an objective and the packs of `check_determinism`.
 
     That check calls it in another process. Arguments and errors are those of `load_objective`.
     """
