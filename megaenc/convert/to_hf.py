@@ -119,7 +119,7 @@ def select_export_family(
     Args:
         architecture: `model_type` of a family, such as llama; "source" for the family that the
             model was converted from (EuroBERT if it was not); None for EuroBERT or, if that does
-            not support the model, the source's or another that does.
+            not support the model, the source's or another that does, if any.
 
     Raises:
         InputError: The family is unknown.

@@ -235,7 +235,7 @@ class ModelConfig:
 
     @property
     def local_layers(self) -> int:
-        """Return the number of layers whose attention has a window."""
+        """Return the number of layers whose attention has a window, 0 without a window."""
         return 0 if self.window_size is None else self.num_layers - len(self._global_layers)
 
     @property

@@ -36,7 +36,7 @@ class SoftLabels(NamedTuple):
     """Label distributions of N predictions over K token ids each.
 
     ids: int64[N, K]; probabilities: float32[N, K], 0 or more. The probabilities of a row add up to
-    1. An id that stands several times in a row has the sum of its probabilities. All packs of an
+    1. An id that a row holds several times has the sum of its probabilities. All packs of an
     objective have the same K.
     """
 

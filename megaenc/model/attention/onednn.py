@@ -75,8 +75,8 @@ class PackLayout:
     """Layout of a row's tokens for batched products, with documents by length.
 
     Each document is padded and has the shape [groups, padded tokens, width], with `groups`
-    key/value heads. The `repeats` query heads of a group share a row of each token, so that keys
-    and values are not copied. Built by `from_packed`.
+    key/value heads. For queries each token has `repeats` rows, one for each query head of the
+    group, so that keys and values are not copied. Built by `from_packed`.
     """
 
     groups: int
@@ -329,9 +329,9 @@ class _Products:
 
         Args:
             saved: Tensor to save that `compute_probabilities` returned.
-            q: Its queries.
-            k: Its keys.
-            scale: Its factor of the scores.
+            q: Queries that it got.
+            k: Keys that it got.
+            scale: Factor of the scores that it got.
         """
         if self.block.is_kept:
             return saved

@@ -67,7 +67,7 @@ def check_contract(objective: Objective) -> CheckResult:
     """Return the check `contract`: whether Targets of made-up packs are valid.
 
     See `check_targets`; its error, and any of the objective, is a failed result. Some of the packs
-    have documents of one token, or only special tokens.
+    have documents of one token, or of only special tokens.
     """
     try:
         for pack in make_packs(_CONTRACT_PACKS):
