@@ -1,7 +1,7 @@
 """Registry of objectives by name.
 
-Those registered in this process come before those of installed packages. A package offers one
-through an entry point in the group `megaenc.objectives`: its name, pointing to `module:Class`.
+Objectives are registered in this process or offered by installed packages, each name only once. A
+package offers one by an entry point in the group `megaenc.objectives`, `NAME = "module:Class"`.
 """
 
 import inspect
