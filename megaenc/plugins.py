@@ -17,7 +17,8 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Classes or functions by name, registered here or offered by installed packages.
 
-    A package offers one by an entry point in `group`: its name for `module:object`.
+    A package offers one by an entry point in `group`, `NAME = "module:object"`. A name that is both
+    registered and offered is an error, unless both are the same object.
 
     Args:
         group: Group of entry points, such as `megaenc.objectives`.
@@ -48,7 +49,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Return all names, sorted, without importing the packages that offer some."""
-        return sorted({*self._registered, *_find_entry_points(self.group, tuple(sys.path)).names})
+        return sorted({*self._registered, *self._offers.names})
 
     def find(self, name: str) -> T:
         """Return the object called `name`, importing its package.
@@ -56,39 +57,56 @@ class Registry(Generic[T]):
         Raises:
             InputError: It is unknown, offered twice or invalid, or its import has failed.
         """
+        offer = self._select_offer(name)
+        if offer is not None:
+            return self._load(name, offer)
+        if name in self._registered:
+            return self._registered[name]
+        near = closest_match(name.lower(), self.names())
+        hint = f"; did you mean `{near}`?" if near else ""
+        names = ", ".join(self.names()) or "those of installed packages, and none offers any"
+        raise InputError(f"unknown {self.kind} `{name}`, expected one of {names}{hint}")
+
+    def _select_offer(self, name: str) -> EntryPoint | None:
+        """Return the only entry point called `name`, or None without one.
+
+        The entry point of the object that is registered under `name` does not count.
+
+        Raises:
+            InputError: Several packages offer the name, or another object is registered under it.
+        """
         registered = self._registered.get(name)
         offers = [
             offer
-            for offer in _find_entry_points(self.group, tuple(sys.path)).select(name=name)
+            for offer in self._offers.select(name=name)
             if registered is None or offer.value != _import_path(registered)
         ]
-        if registered is not None and not offers:
-            return registered
-        title = f"{self.kind} `{name}`"
         if not offers:
-            near = closest_match(name.lower(), self.names())
-            hint = f"; did you mean `{near}`?" if near else ""
-            names = ", ".join(self.names()) or "those of installed packages, and none offers any"
-            raise InputError(f"unknown {title}, expected one of {names}{hint}")
+            return None
         if registered is not None:
             raise InputError(
-                f"{title}: {_format_package(offers[0])} offers it, "
+                f"{self.kind} `{name}`: {_format_package(offers[0])} offers it, "
                 f"but {_import_path(registered)} has that name already"
             )
         if len(offers) > 1:
             packages = " and by ".join(_format_package(offer) for offer in offers)
-            raise InputError(f"{title}: offered by {packages}, expected one of them")
+            raise InputError(f"{self.kind} `{name}`: offered by {packages}, expected one of them")
+        return offers[0]
+
+    def _load(self, name: str, offer: EntryPoint) -> T:
+        """Return the object of an entry point called `name`.
+
+        Raises:
+            InputError: Its import fails, or the object is invalid.
+        """
+        place = f"{self.kind} `{name}`: {_format_package(offer)}"
         try:
-            value = offers[0].load()
+            value = offer.load()
         except Exception as error:  # importing a foreign module may raise anything
             reason = f"{type(error).__name__}: {error}"
-            raise InputError(
-                f"{title}: {_format_package(offers[0])} cannot be loaded: {reason}"
-            ) from error
+            raise InputError(f"{place} cannot be loaded: {reason}") from error
         if defect := self._find_defect(name, value):
-            raise InputError(
-                f"{title}: {_format_package(offers[0])} offers {offers[0].value}, which {defect}"
-            )
+            raise InputError(f"{place} offers {offer.value}, which {defect}")
         return value
 
     def package_origin(self, name: str, value: T) -> str | None:
@@ -97,17 +115,23 @@ class Registry(Generic[T]):
         HASH is the first 12 digits of the SHA-256. None for an object that no installed package
         offers.
         """
-        for offer in _find_entry_points(self.group, tuple(sys.path)).select(name=name):
+        for offer in self._offers.select(name=name):
             if offer.value == _import_path(value):
                 package = f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value
                 source = Path(inspect.getfile(value)).read_bytes()
                 return f"{package} ({hashlib.sha256(source).hexdigest()[:12]})"
         return None
 
+    @property
+    def _offers(self) -> EntryPoints:
+        """Return the entry points of installed packages in `group`."""
+        return _find_entry_points(self.group, tuple(sys.path))
+
 
 @cache
 def _find_entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:
-    """Return the entry points `group` of the packages on the module path `path`."""
+    """Return the entry points `group` of the packages on `sys.path`, which is `path`."""
+    # `path` is only the key of the cache: the packages change with it.
     return entry_points(group=group)
 
 
