@@ -14,7 +14,7 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.dist_env import get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
-from megaenc.training.callbacks.base import parse_callbacks
+from megaenc.training.callbacks.registry import parse_callbacks
 from megaenc.training.config import PretrainConfig
 from megaenc.training.config_groups import DataConfig
 from megaenc.training.parent_run import record_run_init, resolve_run_init

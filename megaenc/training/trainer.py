@@ -14,10 +14,11 @@ from megaenc.backend import Backend
 from megaenc.backend.reductions import reduce_over_ranks
 from megaenc.console import print_rank_0
 from megaenc.errors import InputError, LocalInputError
-from megaenc.training.callbacks.base import Callback, StepReport, parse_callbacks
+from megaenc.training.callbacks.base import Callback, StepReport
 from megaenc.training.callbacks.loss_spikes import RecentLosses, format_spike
 from megaenc.training.callbacks.metrics_logger import MetricsLogger
 from megaenc.training.callbacks.profiler import Profiler
+from megaenc.training.callbacks.registry import parse_callbacks
 from megaenc.training.callbacks.run_messages import format_run_footer, format_run_header
 from megaenc.training.callbacks.stragglers import StragglerDetector
 from megaenc.training.checkpoint.loader import CheckpointLoader
@@ -246,8 +247,8 @@ class Trainer:
         self.callbacks.append(self.logger)
         if monitoring.log_straggler:
             self.callbacks.append(StragglerDetector(self))
-        for kind, options in parse_callbacks(monitoring.callbacks):
-            self.callbacks.append(kind(self, **options))
+        for callback_class, options in parse_callbacks(monitoring.callbacks):
+            self.callbacks.append(callback_class(self, **options))
 
     def request_stop(self, reason: str) -> None:
         """End the run after the present step, with a checkpoint; for any single rank.

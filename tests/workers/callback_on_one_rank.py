@@ -8,7 +8,7 @@ import sys
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError
 from megaenc.training.callbacks import Callback
-from megaenc.training.callbacks.base import CALLBACKS
+from megaenc.training.callbacks.registry import CALLBACKS
 from megaenc.training.command import main
 
 

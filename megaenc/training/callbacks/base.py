@@ -1,13 +1,7 @@
 """Base class of callbacks, which observe steps, validations and saves of a run."""
 
-import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
-
-from megaenc import flags
-from megaenc.errors import InputError
-from megaenc.plugins import Registry
 
 if TYPE_CHECKING:
     from megaenc.training.engine import BatchSums, TrainStepResult
@@ -18,12 +12,13 @@ if TYPE_CHECKING:
 class StepReport:
     """Report of a training step; equal on all ranks but for `seconds`.
 
-    `step` counts from 1. `result` has sums over all ranks, gradient norm, and whether the update
-    was applied. The trainer builds it for `Callback.after_step`.
+    The trainer builds it for `Callback.after_step`.
     """
 
     step: int
+    """Index of the step, from 1."""
     result: "TrainStepResult"
+    """Sums over all ranks, gradient norm, and whether the update was applied."""
     seconds: float
     """Wall-clock time of this rank."""
     progress: dict[str, Any]
@@ -89,50 +84,3 @@ class Callback:
 
     def after_save(self, step: int) -> None:
         """Observe that the save after `step` is written or, with --async-save, begun."""
-
-
-def _find_defect(name: str, kind: Any) -> str:
-    """Return why an object cannot be a callback; empty if it can."""
-    is_callback = isinstance(kind, type) and issubclass(kind, Callback)
-    return "" if is_callback else "is no subclass of megaenc.training.callbacks.Callback"
-
-
-CALLBACKS: Registry[type[Callback]] = Registry("megaenc.callbacks", "callback", _find_defect)
-
-
-def parse_callbacks(
-    texts: Sequence[flags.YamlMapping],
-) -> list[tuple[type[Callback], dict[str, Any]]]:
-    """Return class and options of each callback of --callbacks, in their order.
-
-    Options are without `name`. Those whose parameters are annotated as bool, int, float or str are
-    converted to these types; others are as YAML has them. Nothing is constructed.
-
-    Args:
-        texts: YAML mappings such as "{name: stop_at_loss, loss: 3.2}".
-
-    Raises:
-        InputError: A text is no mapping with a name, a callback is unknown, or its class does not
-            accept the options.
-    """
-    callbacks = []
-    for text in texts:
-        options = flags.parse_mapping(text, "--callbacks", "{name: NAME, OPTION: VALUE}")
-        name = options.pop("name", None)
-        if not isinstance(name, str):
-            raise InputError(
-                f"--callbacks {text}: found no name, expected {{name: NAME, OPTION: VALUE}}"
-            )
-        try:
-            kind = CALLBACKS.find(name)
-            signature = inspect.signature(kind)
-            signature.bind(None, **options)
-        except (InputError, TypeError) as error:
-            raise InputError(f"--callbacks {text}: {error}") from None
-        for parameter in signature.parameters.values():
-            option = parameter.name
-            if option in options and parameter.annotation in (bool, int, float, str):
-                place = f"--callbacks {text}: {option}"
-                options[option] = flags.convert_value(place, parameter.annotation, options[option])
-        callbacks.append((kind, options))
-    return callbacks

@@ -6,7 +6,7 @@ import pytest
 import runs
 
 from megaenc.training.callbacks import Callback
-from megaenc.training.callbacks.base import CALLBACKS
+from megaenc.training.callbacks.registry import CALLBACKS
 from megaenc.training.command import main
 
 
