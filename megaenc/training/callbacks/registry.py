@@ -21,6 +21,7 @@ def _find_defect(name: str, callback_class: Any) -> str:
 
 
 CALLBACKS: Registry[type[Callback]] = Registry("megaenc.callbacks", "callback", _find_defect)
+_OPTION_TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
 def parse_callbacks(
@@ -63,10 +64,10 @@ def _convert_options(
     except TypeError as error:
         raise InputError(f"{place}: {error}") from None
     converted = dict(options)
-    for parameter in signature.parameters.values():
-        option = parameter.name
-        if option in options and parameter.annotation in (bool, int, float, str):
-            converted[option] = flags.convert_value(
-                f"{place}: {option}", parameter.annotation, options[option]
-            )
+    for option, parameter in signature.parameters.items():
+        kind = parameter.annotation
+        if isinstance(kind, str):  # the module may import annotations from __future__
+            kind = _OPTION_TYPES.get(kind)
+        if option in options and kind in _OPTION_TYPES.values():
+            converted[option] = flags.convert_value(f"{place}: {option}", kind, options[option])
     return converted

@@ -5,8 +5,9 @@ from typing import ClassVar
 import pytest
 import runs
 
+from megaenc.errors import InputError
 from megaenc.training.callbacks import Callback
-from megaenc.training.callbacks.registry import CALLBACKS
+from megaenc.training.callbacks.registry import CALLBACKS, parse_callbacks
 from megaenc.training.command import main
 
 
@@ -17,6 +18,13 @@ def stop_at_loss(monkeypatch):
     from stop_at_loss import StopAtLoss
 
     monkeypatch.setitem(CALLBACKS._registered, "stop_at_loss", StopAtLoss)
+
+
+class QuotedOptions(Callback):
+    """Options as in a module with `from __future__ import annotations`, some without an import."""
+
+    def __init__(self, trainer: "Trainer", limit: "float", values: "Values" = None):  # noqa: F821
+        super().__init__(trainer)
 
 
 class Recorder(Callback):
@@ -166,3 +174,11 @@ def test_what_a_callback_asks_on_one_rank_counts_for_all(how, code, line, short_
 )
 def test_what_cannot_be_called_is_refused(text, complaint, short_run, stop_at_loss, refusal):
     assert complaint in refusal(main, [*short_run, "--callbacks", text])
+
+
+def test_options_are_converted_if_their_annotations_are_texts(monkeypatch):
+    monkeypatch.setitem(CALLBACKS._registered, "quoted", QuotedOptions)
+    [(_, options)] = parse_callbacks(["{name: quoted, limit: 5e-1, values: [1]}"])
+    assert options == {"limit": 0.5, "values": [1]}
+    with pytest.raises(InputError, match="limit: found 'low', expected a float"):
+        parse_callbacks(["{name: quoted, limit: low}"])
