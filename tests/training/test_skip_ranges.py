@@ -11,6 +11,7 @@ from workers.bad_packs import spoil
 from megaenc.counter_rng import uniforms
 from megaenc.errors import InputError
 from megaenc.training.command import main
+from megaenc.training.skip_policy import plan_after_rewind
 from megaenc.training.skip_ranges import SkippedPacks
 
 RUN = [
@@ -80,6 +81,24 @@ def test_plan_counts_on_over_what_is_left_out(small_corpus):
     assert [row.packs for row in plan.corpus_usage] == [96]
 
 
+@pytest.mark.parametrize(
+    ("checkpoint_steps", "packs"),
+    [((), "0-71"), ((6,), "48-71"), ((9, 3), "24-71"), ((8,), "64-71")],
+)
+def test_a_rewind_skips_the_window_from_the_start_or_the_earliest_checkpoint(
+    checkpoint_steps, packs, small_corpus
+):
+    plan = plan_of(*small_corpus.flags, *RUN, "--rewind-skip-iters", "20")
+    assert plan_after_rewind(plan, 9, checkpoint_steps).rewinds == (packs,)
+
+
+def test_a_rewind_skips_only_the_window(small_corpus):
+    plan = plan_of(*small_corpus.flags, *RUN, "--rewind-skip-iters", "2", "--skip-packs", "50")
+    rewound_plan = plan_after_rewind(plan, 9, [3])
+    assert rewound_plan.rewinds == ("57-72",)
+    assert rewound_plan.skipped.texts == ("50", "57-72")
+
+
 @pytest.fixture(scope="module")
 def without(small_corpus, tmp_path_factory):
     """All 12 steps with pack 37 of step 5 and packs 80 to 83 skipped from the start."""
@@ -135,6 +154,8 @@ def test_a_branch_leaves_out_what_its_parent_does(small_corpus, without, tmp_pat
     line = refusal(main, [*flags, "--skip-packs", "80-83", "--save", tmp_path / "other"])
     assert "--branch-at 6: skip_packs is 37 80-83 there, 80-83 here" in line
     assert plan_of(*flags, "--skip-packs", "37").first_sample(12) == 8 * 11 + 1
+    plan = plan_of(*flags, "--rewind-skip-iters", "20")
+    assert plan_after_rewind(plan, 8, ()).rewinds == ("49-64",)
 
 
 def test_new_data_begin_after_what_the_parent_has_read(small_corpus, without):
