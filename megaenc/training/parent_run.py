@@ -151,7 +151,7 @@ class ParentRun:
             if any(type(row["last_step"]) is not int for row in self.identity.get("phases", ())):
                 raise TypeError("phases have no last_step")
             self.is_converted = "source" in metadata
-            self.skipped = SkippedPacks.parse(metadata.get("skip_packs", ()))
+            self.skipped = SkippedPacks.from_record(metadata)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{run_file}: {error!r}; expected a file written by a run") from None
         self.settings = read_config_file(str(self.path / CONFIG_FILE))

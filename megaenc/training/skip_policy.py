@@ -3,7 +3,6 @@
 They come from flags, run directory, parent run and rewinds.
 """
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,28 +27,26 @@ def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
     Raises:
         InputError: --skip-packs differs from the recorded ones in what has been read already.
     """
-    texts = plan.settings.data.skip_packs
+    save = plan.settings.output.save
+    recorded = None
+    rewinds: tuple[str, ...] = ()
+    if save:
+        recorded, rewinds = _read_recorded_skips(Path(save))
     start = plan.start
-    recorded, rewinds = (
-        _read_recorded_skips(Path(plan.settings.output.save))
-        if plan.settings.output.save
-        else (None, ())
-    )
-    parents = SkippedPacks.parse(start.skip_packs)
-    inherited = parents if recorded is None else recorded
-    # With the ranges of rewinds, so that the same command resumes the run after one.
-    skipped = SkippedPacks.parse(texts) | SkippedPacks.parse(rewinds) if texts else inherited
-    if not parents.reads_same(skipped, start.skip_samples, plan.samples_read(start.step)):
-        raise _difference_error(f"--branch-at {start.step}", start.run, parents, skipped)
+    parent_skips = SkippedPacks.parse(start.skip_packs)
+    texts = plan.settings.data.skip_packs
+    if texts:
+        # With the ranges of rewinds, so that the same command resumes the run after one.
+        skipped = SkippedPacks.parse(texts) | SkippedPacks.parse(rewinds)
+    elif recorded is not None:
+        skipped = recorded
+    else:
+        skipped = parent_skips
+    if not _reads_same(plan, parent_skips, skipped, start.step):
+        raise _difference_error(f"--branch-at {start.step}", start.run, parent_skips, skipped)
     # Only if it matters, as each rank reads the checkpoints for it.
-    step = 0 if recorded is None or recorded == skipped else _newest_compatible_step(plan, recorded)
-    if step and not recorded.reads_same(skipped, start.skip_samples, plan.samples_read(step)):
-        raise _difference_error(
-            f"--save {plan.settings.output.save} holds a different run",
-            f"its step {step}",
-            recorded,
-            skipped,
-        )
+    if recorded is not None and recorded != skipped:
+        _check_recorded(plan, recorded, skipped)
     return skipped, rewinds
 
 
@@ -59,52 +56,7 @@ def saw_same_data(plan: Plan, state: dict[str, Any]) -> bool:
     Args:
         state: Content of the checkpoint's state.json.
     """
-    checkpoint_skips = SkippedPacks.parse(state.get("skip_packs", ()))
-    return checkpoint_skips.reads_same(
-        plan.skipped, plan.start.skip_samples, plan.samples_read(state["step"])
-    )
-
-
-def _difference_error(
-    source: str, reader: str, recorded: SkippedPacks, skipped: SkippedPacks
-) -> InputError:
-    """Return the error that `source` recorded other packs than `skipped`.
-
-    They differ among those that `reader` has read.
-    """
-    texts = [" ".join(packs.texts) or "not given" for packs in (recorded, skipped)]
-    return InputError(
-        f"{source}: skip_packs is {texts[0]} there, {texts[1]} here; "
-        f"expected the same --skip-packs up to the last pack that {reader} has read"
-    )
-
-
-def _read_recorded_skips(run: Path) -> tuple[SkippedPacks | None, tuple[str, ...]]:
-    """Return skipped packs and rewinds in the run.json of `run`.
-
-    (None, ()) if the file is missing or invalid.
-    """
-    try:
-        metadata = read_json_object(run / RUN_FILE)
-        return SkippedPacks.parse(metadata.get("skip_packs", ())), tuple(
-            metadata.get("rewinds", ())
-        )
-    except (InputError, TypeError):
-        return None, ()
-
-
-def _newest_compatible_step(plan: Plan, recorded: SkippedPacks) -> int:
-    """Return the newest step whose checkpoint skipped the same packs as `recorded`.
-
-    Only complete checkpoints up to the tracker's step count; 0 for none.
-    """
-    checkpoints = CheckpointDir(Path(plan.settings.output.save) / "checkpoints")
-    for step in reversed(checkpoints.steps_up_to_tracker()):
-        with contextlib.suppress(DamagedCheckpointError):  # reported on loading
-            skipped = SkippedPacks.parse(checkpoints.read_state(step).get("skip_packs", ()))
-            if skipped.reads_same(recorded, plan.start.skip_samples, plan.samples_read(step)):
-                return step
-    return 0
+    return _reads_same(plan, SkippedPacks.from_record(state), plan.skipped, state["step"])
 
 
 def plan_after_rewind(plan: Plan, step: int, checkpoint_steps: Sequence[int]) -> Plan:
@@ -120,11 +72,69 @@ def plan_after_rewind(plan: Plan, step: int, checkpoint_steps: Sequence[int]) ->
     Raises:
         InputError: --blend-max-epochs leaves too few packs for the steps then.
     """
-    first = max(step - plan.settings.health.rewind_skip_iters, plan.start.step)
-    first = max(first, min(checkpoint_steps, default=0)) + 1
+    window = plan.settings.health.rewind_skip_iters
+    first_step = max(step - window, plan.start.step, min(checkpoint_steps, default=0)) + 1
     packs = SkippedPacks.from_ranges(
-        [(plan.first_sample(first), plan.sample_at(plan.samples_read(step) - 1))]
+        [(plan.first_sample(first_step), plan.sample_at(plan.samples_read(step) - 1))]
     )
     rewound_plan = plan.with_skipped(plan.skipped | packs, (*plan.rewinds, *packs.texts))
     rewound_plan.check_supply()
     return rewound_plan
+
+
+def _read_recorded_skips(run: Path) -> tuple[SkippedPacks | None, tuple[str, ...]]:
+    """Return skipped packs and rewinds in the run.json of `run`.
+
+    (None, ()) if the file is missing or invalid.
+    """
+    try:
+        metadata = read_json_object(run / RUN_FILE)
+        return SkippedPacks.from_record(metadata), tuple(metadata.get("rewinds", ()))
+    except (InputError, TypeError):
+        return None, ()
+
+
+def _check_recorded(plan: Plan, recorded: SkippedPacks, skipped: SkippedPacks) -> None:
+    """Check that the run in --save has read no other packs than `skipped` leaves.
+
+    It has read those up to its newest complete checkpoint. A checkpoint that read packs which a
+    rewind has skipped since does not count.
+
+    Args:
+        recorded: Skipped packs in the run.json of --save.
+
+    Raises:
+        InputError: It has read others.
+    """
+    save = plan.settings.output.save
+    checkpoints = CheckpointDir(Path(save) / "checkpoints")
+    for step in reversed(checkpoints.steps_up_to_tracker()):
+        try:
+            state = checkpoints.read_state(step)
+        except DamagedCheckpointError:  # reported on loading
+            continue
+        if not _reads_same(plan, SkippedPacks.from_record(state), recorded, step):
+            continue
+        if _reads_same(plan, recorded, skipped, step):
+            return
+        source = f"--save {save} holds a different run"
+        raise _difference_error(source, f"its step {step}", recorded, skipped)
+
+
+def _reads_same(plan: Plan, one: SkippedPacks, other: SkippedPacks, step: int) -> bool:
+    """Return whether steps 1 to `step` read the same with two sets of skipped packs."""
+    return one.reads_same(other, plan.start.skip_samples, plan.samples_read(step))
+
+
+def _difference_error(
+    source: str, reader: str, recorded: SkippedPacks, skipped: SkippedPacks
+) -> InputError:
+    """Return the error that `source` recorded other packs than `skipped`.
+
+    They differ among those that `reader` has read.
+    """
+    texts = [" ".join(packs.texts) or "not given" for packs in (recorded, skipped)]
+    return InputError(
+        f"{source}: skip_packs is {texts[0]} there, {texts[1]} here; "
+        f"expected the same --skip-packs up to the last pack that {reader} has read"
+    )

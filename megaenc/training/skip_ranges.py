@@ -1,9 +1,9 @@
 """Ranges of samples that a run skips, and the order of the remaining ones."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from megaenc.errors import InputError
 
@@ -61,6 +61,14 @@ class SkippedPacks:
                 )
             ranges.append((int(match[1]), int(match[2] or match[1])))
         return cls.from_ranges(ranges)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Self:
+        """Return the set that the content of a run.json or state.json has.
+
+        It is empty without a field `skip_packs`. Errors are those of `parse`.
+        """
+        return cls.parse(record.get("skip_packs", ()))
 
     @property
     def texts(self) -> tuple[str, ...]:
