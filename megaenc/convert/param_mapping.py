@@ -75,7 +75,7 @@ class QKVMapping(ParamMapping):
         return torch.cat(groups, dim=1).flatten(0, 1)
 
 
-class HeadQKVMapping(ParamMapping):
+class NeoBERTQKVMapping(ParamMapping):
     """Mapping of linear_qkv to NeoBERT's matrix with the rows in another order.
 
     There are no query groups. Rotary positions rotate neighbouring rows of a query or key there,
@@ -123,8 +123,8 @@ def _qkv_mapping(kind: str) -> QKVMapping:
 
 # EuroBERT, Llama, Mistral and Qwen name their weights alike, and Gemma 3 all but its norms.
 _EMBEDDING = ParamMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-_HEAD = ParamMapping("output_layer.weight", ("lm_head.weight",))
-_LAYER: tuple[ParamMapping, ...] = (
+_OUTPUT_LAYER = ParamMapping("output_layer.weight", ("lm_head.weight",))
+_LLAMA_LAYER: tuple[ParamMapping, ...] = (
     ParamMapping(
         "decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)
     ),
@@ -146,7 +146,7 @@ _LAYER: tuple[ParamMapping, ...] = (
     ),
 )
 _QKV_BIAS: tuple[ParamMapping, ...] = (_qkv_mapping("bias"),)
-_HEAD_NORMS: tuple[ParamMapping, ...] = tuple(
+_QK_NORMS: tuple[ParamMapping, ...] = tuple(
     ParamMapping(
         f"decoder.layers.{{}}.self_attention.{name}_layernorm.weight",
         (f"model.layers.{{}}.self_attn.{name}_norm.weight",),
@@ -164,12 +164,12 @@ _GEMMA3_NORMS: tuple[ParamMapping, ...] = tuple(
         ("mlp_bda.norm", "post_feedforward"),
     )
 )
-_NORM = ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",))
+_FINAL_NORM = ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",))
 
 # ModernBERT's names. Its joint gate and up projection, Wi, has the rows of linear_fc1 in the same
 # order.
 _MODERNBERT_EMBEDDING = ParamMapping(_EMBEDDING.core, ("model.embeddings.tok_embeddings.weight",))
-_MODERNBERT_HEAD = ParamMapping(_HEAD.core, ("decoder.weight",))
+_MODERNBERT_OUTPUT_LAYER = ParamMapping(_OUTPUT_LAYER.core, ("decoder.weight",))
 _MODERNBERT_LAYER: tuple[ParamMapping, ...] = (
     QKVMapping(
         "decoder.layers.{}.self_attention.linear_qkv.weight", ("model.layers.{}.attn.Wqkv.weight",)
@@ -188,7 +188,7 @@ _MODERNBERT_NORMS = {
     "prediction_head.norm": "head.norm",
 }
 _MODERNBERT_DENSE = ParamMapping("prediction_head.dense.weight", ("head.dense.weight",))
-_HEAD_BIAS = ParamMapping("output_layer.bias", ("decoder.bias",))
+_OUTPUT_BIAS = ParamMapping("output_layer.bias", ("decoder.bias",))
 # Its decoder has separate queries, keys and values, and another name for the prediction head.
 _DECODER_QKV = QKVMapping(
     "decoder.layers.{}.self_attention.linear_qkv.weight",
@@ -202,7 +202,7 @@ _NEOBERT: tuple[ParamMapping, ...] = (
         "decoder.layers.{}.input_layernorm.weight",
         ("model.transformer_encoder.{}.attention_norm.weight",),
     ),
-    HeadQKVMapping(
+    NeoBERTQKVMapping(
         "decoder.layers.{}.self_attention.linear_qkv.weight",
         ("model.transformer_encoder.{}.qkv.weight",),
     ),
@@ -221,10 +221,10 @@ _NEOBERT: tuple[ParamMapping, ...] = (
         "decoder.layers.{}.mlp.linear_fc2.weight", ("model.transformer_encoder.{}.ffn.w3.weight",)
     ),
     ParamMapping("decoder.final_layernorm.weight", ("model.layer_norm.weight",)),
-    ParamMapping(_HEAD.core, ("decoder.weight",)),
-    _HEAD_BIAS,
+    ParamMapping(_OUTPUT_LAYER.core, ("decoder.weight",)),
+    _OUTPUT_BIAS,
 )
-VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core, _HEAD_BIAS.core)
+VOCABULARY_ROWS = (_EMBEDDING.core, _OUTPUT_LAYER.core, _OUTPUT_BIAS.core)
 
 
 def _modernbert_mappings(model: ModelConfig, is_decoder: bool) -> Iterator[ParamMapping]:
@@ -234,16 +234,19 @@ def _modernbert_mappings(model: ModelConfig, is_decoder: bool) -> Iterator[Param
     yield from (_DECODER_QKV if is_decoder else qkv, *other_mappings)
     for core, hf in _MODERNBERT_NORMS.items():
         for kind in ("weight", "bias") if model.norm_bias else ("weight",):
-            yield ParamMapping(f"{core}.{kind}", (f"{_head_name(hf, is_decoder)}.{kind}",))
+            yield ParamMapping(
+                f"{core}.{kind}", (f"{_prediction_head_name(hf, is_decoder)}.{kind}",)
+            )
     yield ParamMapping(
-        _MODERNBERT_DENSE.core, tuple(_head_name(name, is_decoder) for name in _MODERNBERT_DENSE.hf)
+        _MODERNBERT_DENSE.core,
+        tuple(_prediction_head_name(name, is_decoder) for name in _MODERNBERT_DENSE.hf),
     )
-    yield _MODERNBERT_HEAD
+    yield _MODERNBERT_OUTPUT_LAYER
     if model.output_layer_bias:
-        yield _HEAD_BIAS
+        yield _OUTPUT_BIAS
 
 
-def _head_name(name: str, is_decoder: bool) -> str:
+def _prediction_head_name(name: str, is_decoder: bool) -> str:
     """Return ModernBERT's `name`, for its decoder with `lm_head` instead of `head`."""
     return f"lm_{name}" if is_decoder and name.startswith("head.") else name
 
@@ -257,7 +260,7 @@ def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMappin
         return tuple(_modernbert_mappings(model, is_decoder=family == modernbert.DECODER_TYPE))
     if family == neobert.MODEL_TYPE:
         return _NEOBERT
-    layer = _LAYER
+    layer = _LLAMA_LAYER
     if model.post_norms:
         layer = (
             *(mapping for mapping in layer if ".pre_mlp_layernorm." not in mapping.core),
@@ -266,9 +269,15 @@ def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMappin
     layer = (
         *layer,
         *(_QKV_BIAS if model.add_qkv_bias else ()),
-        *(_HEAD_NORMS if model.qk_layernorm else ()),
+        *(_QK_NORMS if model.qk_layernorm else ()),
     )
-    return (_EMBEDDING, *layer, _NORM, _HEAD, *((_HEAD_BIAS,) if model.output_layer_bias else ()))
+    return (
+        _EMBEDDING,
+        *layer,
+        _FINAL_NORM,
+        _OUTPUT_LAYER,
+        *((_OUTPUT_BIAS,) if model.output_layer_bias else ()),
+    )
 
 
 def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
@@ -284,7 +293,7 @@ def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
         for mapping in _model_mappings(model, family)
         if mapping.core in VOCABULARY_ROWS
     }
-    return names[_EMBEDDING.core], names[_HEAD.core]
+    return names[_EMBEDDING.core], names[_OUTPUT_LAYER.core]
 
 
 def iter_mappings(
@@ -303,7 +312,7 @@ def iter_mappings(
         (mapping, megatron-core name, Hugging Face names), all with the layer index.
     """
     for mapping in _model_mappings(model, family):
-        if mapping.core == _HEAD.core and not model.untie_embeddings_and_output_weights:
+        if mapping.core == _OUTPUT_LAYER.core and not model.untie_embeddings_and_output_weights:
             continue
         for layer_index in range(model.num_layers) if "{}" in mapping.core else (0,):
             # The first layer has none.

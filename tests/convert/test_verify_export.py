@@ -11,7 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from megaenc.convert import to_hf
 from megaenc.convert.command import main
-from megaenc.convert.param_mapping import GatedMLPMapping, HeadQKVMapping, ParamMapping, QKVMapping
+from megaenc.convert.param_mapping import (
+    GatedMLPMapping,
+    NeoBERTQKVMapping,
+    ParamMapping,
+    QKVMapping,
+)
 from megaenc.convert.verify_export import ProbeBatch
 
 ROPE = {"rope_type": "default", "rope_theta": 160000.0}
@@ -195,7 +200,7 @@ WRONG = {
     "rows of NeoBERT's queries by halves": (
         "neobert",
         [],
-        lambda monkeypatch: monkeypatch.setattr(HeadQKVMapping, "to_hf", ParamMapping.to_hf),
+        lambda monkeypatch: monkeypatch.setattr(NeoBERTQKVMapping, "to_hf", ParamMapping.to_hf),
         "outputs differ by",
     ),
     "queries and keys of ModernBERT": (
