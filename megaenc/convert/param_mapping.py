@@ -24,10 +24,17 @@ class ParamMapping:
     Args:
         core: Name of the megatron-core tensor, with `{}` for the layer index, from 0.
         hf: Names of the Hugging Face tensors, with `{}` for the layer index, from 0.
+        first_layer: Index of the first layer that has the tensor.
     """
 
     core: str
     hf: tuple[str, ...]
+    first_layer: int = 0
+
+    @property
+    def is_per_layer(self) -> bool:
+        """Return whether each layer from `first_layer` on has the tensor."""
+        return "{}" in self.core
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
         """Return the Hugging Face tensors of a megatron-core tensor, in the order of `hf`.
@@ -124,7 +131,7 @@ def _qkv_mapping(kind: str) -> QKVMapping:
 # EuroBERT, Llama, Mistral and Qwen name their weights alike, and Gemma 3 all but its norms.
 _EMBEDDING = ParamMapping("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
 _OUTPUT_LAYER = ParamMapping("output_layer.weight", ("lm_head.weight",))
-_LLAMA_LAYER: tuple[ParamMapping, ...] = (
+_LLAMA_ATTENTION: tuple[ParamMapping, ...] = (
     ParamMapping(
         "decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)
     ),
@@ -133,10 +140,12 @@ _LLAMA_LAYER: tuple[ParamMapping, ...] = (
         "decoder.layers.{}.self_attention.linear_proj.weight",
         ("model.layers.{}.self_attn.o_proj.weight",),
     ),
-    ParamMapping(
-        "decoder.layers.{}.pre_mlp_layernorm.weight",
-        ("model.layers.{}.post_attention_layernorm.weight",),
-    ),
+)
+_LLAMA_MLP_NORM = ParamMapping(
+    "decoder.layers.{}.pre_mlp_layernorm.weight",
+    ("model.layers.{}.post_attention_layernorm.weight",),
+)
+_LLAMA_MLP: tuple[ParamMapping, ...] = (
     GatedMLPMapping(
         "decoder.layers.{}.mlp.linear_fc1.weight",
         ("model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
@@ -145,7 +154,7 @@ _LLAMA_LAYER: tuple[ParamMapping, ...] = (
         "decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.down_proj.weight",)
     ),
 )
-_QKV_BIAS: tuple[ParamMapping, ...] = (_qkv_mapping("bias"),)
+_QKV_BIAS = _qkv_mapping("bias")
 _QK_NORMS: tuple[ParamMapping, ...] = tuple(
     ParamMapping(
         f"decoder.layers.{{}}.self_attention.{name}_layernorm.weight",
@@ -170,30 +179,21 @@ _FINAL_NORM = ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight
 # order.
 _MODERNBERT_EMBEDDING = ParamMapping(_EMBEDDING.core, ("model.embeddings.tok_embeddings.weight",))
 _MODERNBERT_OUTPUT_LAYER = ParamMapping(_OUTPUT_LAYER.core, ("decoder.weight",))
+_MODERNBERT_QKV = QKVMapping(
+    "decoder.layers.{}.self_attention.linear_qkv.weight", ("model.layers.{}.attn.Wqkv.weight",)
+)
+# Its decoder has separate queries, keys and values.
+_MODERNBERT_DECODER_QKV = QKVMapping(
+    _MODERNBERT_QKV.core, tuple(f"model.layers.{{}}.attn.{name}_proj.weight" for name in "qkv")
+)
 _MODERNBERT_LAYER: tuple[ParamMapping, ...] = (
-    QKVMapping(
-        "decoder.layers.{}.self_attention.linear_qkv.weight", ("model.layers.{}.attn.Wqkv.weight",)
-    ),
     ParamMapping(
         "decoder.layers.{}.self_attention.linear_proj.weight", ("model.layers.{}.attn.Wo.weight",)
     ),
     ParamMapping("decoder.layers.{}.mlp.linear_fc1.weight", ("model.layers.{}.mlp.Wi.weight",)),
     ParamMapping("decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.Wo.weight",)),
 )
-_MODERNBERT_NORMS = {
-    "embedding_norm": "model.embeddings.norm",
-    "decoder.layers.{}.input_layernorm": "model.layers.{}.attn_norm",
-    "decoder.layers.{}.pre_mlp_layernorm": "model.layers.{}.mlp_norm",
-    "decoder.final_layernorm": "model.final_norm",
-    "prediction_head.norm": "head.norm",
-}
-_MODERNBERT_DENSE = ParamMapping("prediction_head.dense.weight", ("head.dense.weight",))
 _OUTPUT_BIAS = ParamMapping("output_layer.bias", ("decoder.bias",))
-# Its decoder has separate queries, keys and values, and another name for the prediction head.
-_DECODER_QKV = QKVMapping(
-    "decoder.layers.{}.self_attention.linear_qkv.weight",
-    tuple(f"model.layers.{{}}.attn.{name}_proj.weight" for name in "qkv"),
-)
 # NeoBERT's names. Its joint gate and up projection, w12, has the rows of linear_fc1 in the same
 # order.
 _NEOBERT: tuple[ParamMapping, ...] = (
@@ -227,28 +227,29 @@ _NEOBERT: tuple[ParamMapping, ...] = (
 VOCABULARY_ROWS = (_EMBEDDING.core, _OUTPUT_LAYER.core, _OUTPUT_BIAS.core)
 
 
-def _modernbert_mappings(model: ModelConfig, is_decoder: bool) -> Iterator[ParamMapping]:
-    """Yield the mappings of a model with the names of ModernBERT or its decoder."""
-    yield _MODERNBERT_EMBEDDING
-    qkv, *other_mappings = _MODERNBERT_LAYER
-    yield from (_DECODER_QKV if is_decoder else qkv, *other_mappings)
-    for core, hf in _MODERNBERT_NORMS.items():
+def _modernbert_mappings(model: ModelConfig, is_decoder: bool) -> tuple[ParamMapping, ...]:
+    """Return the mappings of a model with the names of ModernBERT or its decoder."""
+    head = "lm_head" if is_decoder else "head"
+    norms = []
+    # The first layer has no norm before its attention.
+    for core, hf, first_layer in (
+        ("embedding_norm", "model.embeddings.norm", 0),
+        ("decoder.layers.{}.input_layernorm", "model.layers.{}.attn_norm", 1),
+        ("decoder.layers.{}.pre_mlp_layernorm", "model.layers.{}.mlp_norm", 0),
+        ("decoder.final_layernorm", "model.final_norm", 0),
+        ("prediction_head.norm", f"{head}.norm", 0),
+    ):
         for kind in ("weight", "bias") if model.norm_bias else ("weight",):
-            yield ParamMapping(
-                f"{core}.{kind}", (f"{_prediction_head_name(hf, is_decoder)}.{kind}",)
-            )
-    yield ParamMapping(
-        _MODERNBERT_DENSE.core,
-        tuple(_prediction_head_name(name, is_decoder) for name in _MODERNBERT_DENSE.hf),
+            norms.append(ParamMapping(f"{core}.{kind}", (f"{hf}.{kind}",), first_layer))
+    return (
+        _MODERNBERT_EMBEDDING,
+        _MODERNBERT_DECODER_QKV if is_decoder else _MODERNBERT_QKV,
+        *_MODERNBERT_LAYER,
+        *norms,
+        ParamMapping("prediction_head.dense.weight", (f"{head}.dense.weight",)),
+        _MODERNBERT_OUTPUT_LAYER,
+        *([_OUTPUT_BIAS] if model.output_layer_bias else []),
     )
-    yield _MODERNBERT_OUTPUT_LAYER
-    if model.output_layer_bias:
-        yield _OUTPUT_BIAS
-
-
-def _prediction_head_name(name: str, is_decoder: bool) -> str:
-    """Return ModernBERT's `name`, for its decoder with `lm_head` instead of `head`."""
-    return f"lm_{name}" if is_decoder and name.startswith("head.") else name
 
 
 def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMapping, ...]:
@@ -257,26 +258,20 @@ def _model_mappings(model: ModelConfig, family: str | None) -> tuple[ParamMappin
     Names of weights in layers have `{}`.
     """
     if model.embedding_norm:
-        return tuple(_modernbert_mappings(model, is_decoder=family == modernbert.DECODER_TYPE))
+        return _modernbert_mappings(model, is_decoder=family == modernbert.DECODER_TYPE)
     if family == neobert.MODEL_TYPE:
         return _NEOBERT
-    layer = _LLAMA_LAYER
+    layer = (*_LLAMA_ATTENTION, _LLAMA_MLP_NORM, *_LLAMA_MLP)
     if model.post_norms:
-        layer = (
-            *(mapping for mapping in layer if ".pre_mlp_layernorm." not in mapping.core),
-            *_GEMMA3_NORMS,
-        )
-    layer = (
-        *layer,
-        *(_QKV_BIAS if model.add_qkv_bias else ()),
-        *(_QK_NORMS if model.qk_layernorm else ()),
-    )
+        layer = (*_LLAMA_ATTENTION, *_LLAMA_MLP, *_GEMMA3_NORMS)
     return (
         _EMBEDDING,
         *layer,
+        *([_QKV_BIAS] if model.add_qkv_bias else []),
+        *(_QK_NORMS if model.qk_layernorm else []),
         _FINAL_NORM,
         _OUTPUT_LAYER,
-        *((_OUTPUT_BIAS,) if model.output_layer_bias else ()),
+        *([_OUTPUT_BIAS] if model.output_layer_bias else []),
     )
 
 
@@ -288,11 +283,7 @@ def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
     Args:
         family: Hugging Face `model_type` whose names they are.
     """
-    names = {
-        mapping.core: mapping.hf[0]
-        for mapping in _model_mappings(model, family)
-        if mapping.core in VOCABULARY_ROWS
-    }
+    names = {mapping.core: mapping.hf[0] for mapping in _model_mappings(model, family)}
     return names[_EMBEDDING.core], names[_OUTPUT_LAYER.core]
 
 
@@ -314,10 +305,8 @@ def iter_mappings(
     for mapping in _model_mappings(model, family):
         if mapping.core == _OUTPUT_LAYER.core and not model.untie_embeddings_and_output_weights:
             continue
-        for layer_index in range(model.num_layers) if "{}" in mapping.core else (0,):
-            # The first layer has none.
-            if model.embedding_norm and layer_index == 0 and ".{}.input_layernorm." in mapping.core:
-                continue
+        layers = range(mapping.first_layer, model.num_layers) if mapping.is_per_layer else (0,)
+        for layer_index in layers:
             yield (
                 mapping,
                 mapping.core.format(layer_index),
