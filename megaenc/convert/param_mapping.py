@@ -314,6 +314,15 @@ def iter_mappings(
             )
 
 
+def drop_padding_rows(core: str, tensor: Tensor, vocab_size: int) -> Tensor:
+    """Return a weight without the rows that pad the vocabulary, if it has any.
+
+    Args:
+        core: Megatron-core name of the weight.
+    """
+    return tensor[:vocab_size] if core in VOCABULARY_ROWS else tensor
+
+
 def iter_hf_tensors(
     parameters: Mapping[str, Tensor], model: ModelConfig, vocab_size: int, family: str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
@@ -327,5 +336,5 @@ def iter_hf_tensors(
         family: See `iter_mappings`.
     """
     for mapping, core, names in iter_mappings(model, family):
-        tensor = parameters[core][:vocab_size] if core in VOCABULARY_ROWS else parameters[core]
+        tensor = drop_padding_rows(core, parameters[core], vocab_size)
         yield from zip(names, mapping.to_hf(tensor, model), strict=True)

@@ -34,7 +34,7 @@ from megaenc.convert.merge.methods import (
     trim_threshold,
 )
 from megaenc.convert.model_card import last_objectives
-from megaenc.convert.param_mapping import VOCABULARY_ROWS, ParamMapping, iter_mappings
+from megaenc.convert.param_mapping import ParamMapping, drop_padding_rows, iter_mappings
 from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint, report_removal
 from megaenc.convert.safetensors_writer import parse_dtype
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
@@ -431,5 +431,4 @@ def _find_thresholds(
 
 def _read_rows(reader: "WeightReader", core: str, run: RunCheckpoint) -> Tensor:
     """Return a checkpoint's weight in float32, without rows that pad the vocabulary."""
-    tensor = reader.read(core)
-    return tensor[: run.vocab_size] if core in VOCABULARY_ROWS else tensor
+    return drop_padding_rows(core, reader.read(core), run.vocab_size)
