@@ -13,7 +13,7 @@ import numpy as np
 from megaenc.data.indexed.corpus import check_index, check_index_arrays
 from megaenc.data.indexed.indexed_dataset import IndexArrays
 from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
-from megaenc.data.packing.blended_dataset import (
+from megaenc.data.packing.data_path import (
     CorpusSource,
     find_corpora,
     is_pattern,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from megaenc import flags
 from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT, KernelConfig, ParallelConfig
 from megaenc.data.indexed.corpus import parse_split
-from megaenc.data.packing.blended_dataset import has_group, parse_data_path
+from megaenc.data.packing.data_path import has_group, parse_data_path
 from megaenc.data.packing.validation_sets import parse_valid_data_path
 from megaenc.errors import InputError
 from megaenc.flags import BY_PHASE, NOT_IN_IDENTITY, Bounds, NonNegativeInt, PositiveInt, setting

@@ -12,7 +12,7 @@ from rich.table import Table
 from megaenc.backend import detect_backend
 from megaenc.console import build_rich_console
 from megaenc.counter_rng import SampleRandomness
-from megaenc.data.packing.blended_dataset import list_prefixes
+from megaenc.data.packing.data_path import list_prefixes
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Phase

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from megaenc import flags
-from megaenc.data.packing.blended_dataset import has_group
+from megaenc.data.packing.data_path import has_group
 from megaenc.errors import InputError, closest_match
 from megaenc.objectives.parser import parse_schedule
 from megaenc.training.lr_schedule import (

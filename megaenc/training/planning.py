@@ -7,8 +7,8 @@ from pathlib import Path
 from megaenc.backend.device import Backend, detect_backend, has_float8, peak_bf16_flops
 from megaenc.console import print_rank_0
 from megaenc.data.indexed.corpus import Corpus, refuse_raw_text
-from megaenc.data.packing.blended_dataset import list_prefixes, parse_data_path
 from megaenc.data.packing.builder import RunData, check_same_special_tokens
+from megaenc.data.packing.data_path import list_prefixes, parse_data_path
 from megaenc.data.packing.validation_sets import ValidationSet, parse_valid_data_path
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.dist_env import get_world_size

@@ -9,18 +9,18 @@ from itertools import pairwise
 import numpy as np
 
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packing.blended_dataset import (
-    BlendedDataset,
-    describe_blend,
-    find_corpora,
-    has_fractions_by_size,
-    weigh_corpora,
-)
+from megaenc.data.packing.blended_dataset import BlendedDataset
 from megaenc.data.packing.block_stream import (
     MOST_SHUFFLED,
     BlockStream,
     DocumentBlocks,
     choose_block_size,
+)
+from megaenc.data.packing.data_path import (
+    describe_blend,
+    find_corpora,
+    has_fractions_by_size,
+    weigh_corpora,
 )
 from megaenc.data.packing.packed_dataset import (
     ConcatPackedDataset,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc import flags
-from megaenc.data.packing.blended_dataset import is_pattern, parse_weight
+from megaenc.data.packing.data_path import is_pattern, parse_weight
 from megaenc.data.packing.packed_dataset import check_two_chunks_fit
 from megaenc.errors import InputError
 from megaenc.training.config import PretrainConfig, apply_preset

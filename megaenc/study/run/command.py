@@ -24,7 +24,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.atomic_io import try_lock
 from megaenc.console import format_duration, print_rank_0, silence_libraries
-from megaenc.data.packing.blended_dataset import list_prefixes
+from megaenc.data.packing.data_path import list_prefixes
 from megaenc.errors import InputError, closest_match, handle_command_errors
 from megaenc.flags import NonNegativeInt
 from megaenc.machine import (

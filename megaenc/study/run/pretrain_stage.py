@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from megaenc import flags
 from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
-from megaenc.data.packing.blended_dataset import (
+from megaenc.data.packing.corpus_order import compute_sample_counts
+from megaenc.data.packing.data_path import (
     describe_blend,
     find_corpora,
     has_fractions_by_size,
     weigh_corpora,
 )
-from megaenc.data.packing.corpus_order import compute_sample_counts
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json_or_empty

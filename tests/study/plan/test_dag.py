@@ -7,7 +7,7 @@ import pytest
 from manifests import TOY, graph
 
 from megaenc import flags
-from megaenc.data.packing.blended_dataset import list_prefixes
+from megaenc.data.packing.data_path import list_prefixes
 from megaenc.model.config import get_preset
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph, count_shared_steps
