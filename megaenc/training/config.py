@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from megaenc import flags
 from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT, KernelConfig, ParallelConfig
 from megaenc.data.indexed.corpus import parse_split
-from megaenc.data.packing.data_path import has_group, parse_data_path
+from megaenc.data.packing.data_path import may_share_weights, parse_data_path
 from megaenc.data.packing.validation_sets import parse_valid_data_path
 from megaenc.errors import InputError
 from megaenc.flags import BY_PHASE, NOT_IN_IDENTITY, Bounds, NonNegativeInt, PositiveInt, setting
@@ -218,7 +218,7 @@ class PretrainConfig:
             for phase in self.phase_configs
             if phase.settings.data.blend_temperature != 1
         ]
-        if phases and not any(has_group(data.data_path) for data in phases):
+        if phases and not any(may_share_weights(data.data_path) for data in phases):
             raise InputError(
                 f"--blend-temperature {phases[0].blend_temperature:g}: found no group of corpora "
                 "in --data-path, expected a "

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from megaenc import flags
-from megaenc.data.packing.data_path import has_group
+from megaenc.data.packing.data_path import may_share_weights
 from megaenc.errors import InputError, closest_match
 from megaenc.objectives.parser import parse_schedule
 from megaenc.training.lr_schedule import (
@@ -273,7 +273,7 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
         if (
             settings.data.blend_temperature != 1
             and "blend_temperature" in values
-            and not has_group(settings.data.data_path)
+            and not may_share_weights(settings.data.data_path)
         ):
             raise InputError(
                 f"field `blend_temperature`: found {settings.data.blend_temperature:g} without a "

@@ -73,11 +73,11 @@ def is_pattern(word: str) -> bool:
     return any(character in word for character in "*?[") and not os.path.isfile(f"{word}.idx")
 
 
-def has_group(words: Sequence[str]) -> bool:
-    """Return whether some corpora of --data-path share a weight.
+def may_share_weights(words: Sequence[str]) -> bool:
+    """Return whether corpora of --data-path may share a weight.
 
-    They are those of a pattern, or of several words without weights. `words` and errors are those
-    of `parse_data_path`.
+    They are those of a pattern, which may match only one, or of several words without weights.
+    `words` and errors are those of `parse_data_path`.
     """
     pairs = parse_data_path(words)
     without_weights = len(pairs) > 1 and pairs[0][0] is None
@@ -175,10 +175,11 @@ def _temper_size(tokens: int, temperature: float) -> Fraction:
     return round(mantissa * 2**40) * Fraction(2) ** (exponent - 40)
 
 
-def has_fractions_by_size(sources: Sequence[CorpusSource]) -> bool:
-    """Return whether the fraction of a corpus in the blend follows from its size.
+def shares_weights_by_size(sources: Sequence[CorpusSource]) -> bool:
+    """Return whether corpora share a weight in proportion to their sizes.
 
-    It does within a source of several corpora, and among all corpora without weights.
+    Those of a source of several corpora do, and all corpora without weights. --blend-temperature
+    changes the proportion.
     """
     corpora = sum(len(source.prefixes) for source in sources)
     return corpora > len(sources) or (corpora > 1 and sources[0].weight is None)

@@ -13,7 +13,7 @@ from megaenc.data.packing.corpus_order import compute_sample_counts
 from megaenc.data.packing.data_path import (
     describe_blend,
     find_corpora,
-    has_fractions_by_size,
+    shares_weights_by_size,
     weigh_corpora,
 )
 from megaenc.data.tokenizer.vocabulary import Vocabulary
@@ -233,7 +233,7 @@ class PretrainStage(StageRunner):
             return {}
         corpora = [read_corpus_metadata(prefix) for prefix in prefixes]
         tokenizer = {"tokenizer": corpora[0].tokenizer.fingerprint}
-        is_by_size = has_fractions_by_size(sources)
+        is_by_size = shares_weights_by_size(sources)
         tokens = self._read_training_tokens() if is_by_size else [1] * len(prefixes)
         if tokens is None:
             return tokenizer
