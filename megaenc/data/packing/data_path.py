@@ -65,12 +65,17 @@ def parse_weight(word: str) -> Fraction | None:
         return None
 
 
+def has_wildcard(word: str) -> bool:
+    """Return whether a word has a `*`, `?` or `[`."""
+    return any(character in word for character in "*?[")
+
+
 def is_pattern(word: str) -> bool:
     """Return whether a word of --data-path is a pattern of prefixes.
 
-    A pattern has a `*`, `?` or `[`, and is not itself the prefix of a corpus.
+    A pattern has a wildcard, and is not itself the prefix of a corpus.
     """
-    return any(character in word for character in "*?[") and not os.path.isfile(f"{word}.idx")
+    return has_wildcard(word) and not os.path.isfile(f"{word}.idx")
 
 
 def may_share_weights(words: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc import flags
-from megaenc.data.packing.data_path import is_pattern, parse_weight
+from megaenc.data.packing.data_path import has_wildcard, is_pattern, parse_weight
 from megaenc.data.packing.packed_dataset import check_two_chunks_fit
 from megaenc.errors import InputError
 from megaenc.training.config import PretrainConfig, apply_preset
@@ -146,7 +146,7 @@ def _resolve_corpus(word: Any, data_dir: Path) -> Any:
         return word
     word = str(word)
     path = str(data_dir / word)
-    if any(character in word for character in "*?[") and is_pattern(path):
+    if has_wildcard(word) and is_pattern(path):
         return str(Path(glob.escape(str(data_dir))) / word)
     return path
 
