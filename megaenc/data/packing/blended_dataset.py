@@ -11,7 +11,7 @@ from megaenc.data.packing.corpus_order import (
     CorpusOrder,
     DueOrder,
     PeriodicOrder,
-    compute_sample_counts,
+    find_period_counts,
 )
 from megaenc.data.packing.packed_dataset import Pack, PackedDataset
 from megaenc.errors import InputError
@@ -43,13 +43,14 @@ class BlendedDataset:
             weights: Weight of each corpus.
             limits: Number of packs after which each corpus ends, and the others take its place in
                 proportion; None: no end.
-            is_tempered: The weights are powers of sizes, which a short period would round.
+            is_tempered: See `find_period_counts`.
             sources: Word of --data-path that each corpus is from, for losses by word.
         """
         self.datasets = list(datasets)
         self.seq_length = datasets[0].seq_length
-        counts = None if is_tempered or limits is not None else compute_sample_counts(weights)
-        ends = None if limits is None else np.array(limits, dtype=np.int64)
+        has_limits = limits is not None
+        counts = find_period_counts(weights, is_tempered=is_tempered, has_limits=has_limits)
+        ends = np.array(limits, dtype=np.int64) if has_limits else None
         self._order: CorpusOrder = (
             DueOrder(weights, ends) if counts is None else PeriodicOrder(counts)
         )

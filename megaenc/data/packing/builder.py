@@ -19,7 +19,7 @@ from megaenc.data.packing.block_stream import (
 from megaenc.data.packing.data_path import (
     describe_blend,
     find_corpora,
-    shares_weights_by_size,
+    is_tempered_blend,
     weigh_corpora,
 )
 from megaenc.data.packing.packed_dataset import (
@@ -150,7 +150,7 @@ class RunData:
         )
         total = sum(weights)
         words = [source.word for source in sources for _ in source.prefixes]
-        is_tempered = temperature != 1 and shares_weights_by_size(sources)
+        is_tempered = is_tempered_blend(sources, temperature)
         limits = None
         if max_epochs is not None:
             limits = [part.packs_of_epochs(max_epochs) for part in train_datasets]

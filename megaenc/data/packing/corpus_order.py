@@ -19,15 +19,22 @@ _MOST_PACKS = 1 << 62
 _LEAST_WEIGHT = 2.0**-500  # no corpus of less weight is ever read, and float64 divides by it
 
 
-def compute_sample_counts(weights: Sequence[Fraction]) -> list[int] | None:
+def find_period_counts(
+    weights: Sequence[Fraction], *, is_tempered: bool = False, has_limits: bool = False
+) -> list[int] | None:
     """Return each corpus's number of samples in a period of at most PERIOD samples.
 
     The counts are proportional to the weights: exactly if the period allows it, else rounded to the
-    nearest counts that add up to PERIOD. None if a corpus would then have no sample.
+    nearest counts that add up to PERIOD. None for an order without a period: if a corpus would then
+    have no sample, or by an argument.
 
     Args:
         weights: Weight of each corpus, positive, in any unit.
+        is_tempered: The weights are powers of sizes, which a short period would round.
+        has_limits: Corpora end.
     """
+    if is_tempered or has_limits:
+        return None
     scale = lcm(*(Fraction(weight).denominator for weight in weights))
     parts = [int(weight * scale) for weight in weights]
     divisor = gcd(*parts)

@@ -190,6 +190,11 @@ def shares_weights_by_size(sources: Sequence[CorpusSource]) -> bool:
     return corpora > len(sources) or (corpora > 1 and sources[0].weight is None)
 
 
+def is_tempered_blend(sources: Sequence[CorpusSource], temperature: float) -> bool:
+    """Return whether weights are powers of sizes other than the sizes themselves."""
+    return temperature != 1 and shares_weights_by_size(sources)
+
+
 def describe_blend(
     fractions: Sequence[Fraction],
     fingerprints: Sequence[str],

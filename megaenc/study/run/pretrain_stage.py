@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from megaenc import flags
 from megaenc.data.indexed.metadata import metadata_path, read_corpus_metadata
-from megaenc.data.packing.corpus_order import compute_sample_counts
+from megaenc.data.packing.corpus_order import find_period_counts
 from megaenc.data.packing.data_path import (
     describe_blend,
     find_corpora,
+    is_tempered_blend,
     shares_weights_by_size,
     weigh_corpora,
 )
@@ -233,8 +234,9 @@ class PretrainStage(StageRunner):
             return {}
         corpora = [read_corpus_metadata(prefix) for prefix in prefixes]
         tokenizer = {"tokenizer": corpora[0].tokenizer.fingerprint}
-        is_by_size = shares_weights_by_size(sources)
-        tokens = self._read_training_tokens() if is_by_size else [1] * len(prefixes)
+        tokens = [1] * len(prefixes)
+        if shares_weights_by_size(sources):
+            tokens = self._read_training_tokens()
         if tokens is None:
             return tokenizer
         if len(tokens) != len(prefixes):
@@ -242,13 +244,15 @@ class PretrainStage(StageRunner):
         temperature = self.flags.get("blend_temperature", 1)
         max_epochs = self.flags.get("blend_max_epochs")
         weights = weigh_corpora(sources, tokens, temperature)
-        is_tempered = temperature != 1 and is_by_size
+        counts = find_period_counts(
+            weights,
+            is_tempered=is_tempered_blend(sources, temperature),
+            has_limits=max_epochs is not None,
+        )
         data = describe_blend(
             [weight / sum(weights) for weight in weights],
             [corpus.sha256["bin"] for corpus in corpora],
-            is_periodic=not is_tempered
-            and max_epochs is None
-            and compute_sample_counts(weights) is not None,
+            is_periodic=counts is not None,
             max_epochs=max_epochs,
         )
         return tokenizer | {"data": data}

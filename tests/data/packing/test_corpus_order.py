@@ -9,7 +9,7 @@ from megaenc.data.packing.corpus_order import (
     PERIOD,
     DueOrder,
     PeriodicOrder,
-    compute_sample_counts,
+    find_period_counts,
     interleave_corpora,
 )
 
@@ -42,7 +42,7 @@ def plain_order(counts, samples):
 
 @pytest.mark.parametrize("weights", BLENDS.values(), ids=BLENDS.keys())
 def test_the_order_of_a_period_is_the_plain_rule(weights):
-    counts = compute_sample_counts([Fraction(weight) for weight in weights])
+    counts = find_period_counts([Fraction(weight) for weight in weights])
     order = interleave_corpora(counts)
     assert np.bincount(order).tolist() == counts
     samples = min(len(order), 1000)
@@ -50,10 +50,10 @@ def test_the_order_of_a_period_is_the_plain_rule(weights):
 
 
 def test_counts_of_a_period_are_exact_where_they_can_be():
-    assert compute_sample_counts([Fraction("0.3"), Fraction("0.7")]) == [3, 7]
-    counts = compute_sample_counts([Fraction("0.1234567"), Fraction("0.8765433")])
+    assert find_period_counts([Fraction("0.3"), Fraction("0.7")]) == [3, 7]
+    counts = find_period_counts([Fraction("0.1234567"), Fraction("0.8765433")])
     assert sum(counts) == PERIOD and abs(counts[0] / PERIOD - 0.1234567) < 1 / PERIOD
-    assert compute_sample_counts([Fraction("0.000001"), Fraction("0.999999")]) is None
+    assert find_period_counts([Fraction("0.000001"), Fraction("0.999999")]) is None
 
 
 def test_thousands_of_corpora_have_their_shares():
