@@ -18,7 +18,7 @@ from megaenc.errors import InputError
 
 
 class BlendedDataset:
-    """Packs of several corpora, mixed evenly by weight; built by `RunData.open`.
+    """Packs of several corpora, mixed evenly by weight.
 
     `dataset[s]` is the Pack of the 0-based sample s of the run, from one corpus. The order of
     corpora depends only on weights and limits. It repeats after at most PERIOD (65,536) samples if
@@ -75,7 +75,8 @@ class BlendedDataset:
         """Return a copy that continues a run with sample `first_sample`.
 
         The order of corpora starts anew; `limits` count the omitted packs too. The copy shares the
-        datasets. `continue_from` must not be called on it again.
+        datasets. `continue_from` must not be called on it, as the packs that it omits would count
+        twice towards `limits`.
 
         Args:
             first_sample: 0-based index, in the run, of the copy's first sample.
@@ -127,6 +128,7 @@ class BlendedDataset:
         """Return the place of sample number `sample` in the order.
 
         Raises:
+            IndexError: `sample` is before `first_sample`.
             InputError: All corpora have ended before it.
         """
         if sample < self.first_sample:
@@ -135,7 +137,6 @@ class BlendedDataset:
         if self.samples is not None and place >= self.samples:
             raise InputError(
                 f"--blend-max-epochs: it ends all corpora after {self.samples:,} packs, found pack "
-                f"{place + 1:,} of the run or "
-                "phase; give a greater number"
+                f"{place + 1:,} of the run or phase; give a greater number"
             )
         return place
