@@ -8,8 +8,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 
 from megaenc.errors import InputError
+
+_SIZE_BITS = 40  # of float64's 53, the last of which differ between machines
 
 
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
@@ -22,6 +25,7 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
         InputError: The words have another form, one is empty, a weight is not positive, or a path
             is given twice.
     """
+    place = f"--data-path {' '.join(words)}"
     weights = [parse_weight(word) for word in words[::2]]
     if None not in weights and len(words) % 2 == 0:
         pairs = list(zip(weights, words[1::2], strict=True))
@@ -29,8 +33,7 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
         pairs = [(None, word) for word in words]
     else:
         raise InputError(
-            f"--data-path {' '.join(words)}: "
-            "expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B"
+            f"{place}: expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B"
         )
     paths = set()
     for index, (weight, prefix) in enumerate(pairs):
@@ -39,15 +42,10 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
                 "--data-path: found an empty text, expected the prefix of a .bin and an .idx file"
             )
         if weight is not None and weight <= 0:
-            raise InputError(
-                f"--data-path {' '.join(words)}: "
-                f"found weight {words[2 * index]}, expected more than 0"
-            )
+            raise InputError(f"{place}: found weight {words[2 * index]}, expected more than 0")
         path = os.path.realpath(prefix)
         if path in paths:
-            raise InputError(
-                f"--data-path {' '.join(words)}: {prefix} is given twice, expected each corpus once"
-            )
+            raise InputError(f"{place}: {prefix} is given twice, expected each corpus once")
         paths.add(path)
     return pairs
 
@@ -91,16 +89,14 @@ def may_share_weights(words: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """Word of --data-path: the prefix of a corpus, or a pattern of prefixes.
-
-    `word` is as written, `prefixes` the corpora that it stands for, and `weight` that of all of
-    them together, None if no word has one.
-    """
+    """Word of --data-path: the prefix of a corpus, or a pattern of prefixes."""
 
     weight: Fraction | None
     """Weight of all its corpora together; None if no word has one."""
     word: str
+    """Word as it is given."""
     prefixes: tuple[str, ...]
+    """Prefixes of the corpora for which the word stands."""
 
 
 def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
@@ -122,12 +118,11 @@ def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
             if not prefixes:
                 raise InputError(
                     f"--data-path {word}: no .idx file matches this pattern, expected the prefixes "
-                    "of corpora of "
-                    "`megaenc preprocess`, such as 'data/*_text_document'"
+                    "of corpora of `megaenc preprocess`, such as 'data/*_text_document'"
                 )
         for prefix in prefixes:
             other_word = words_by_path.setdefault(os.path.realpath(prefix), word)
-            if other_word is not word:
+            if other_word != word:
                 raise InputError(
                     f"--data-path: {word} and {other_word} both name {prefix}, "
                     "expected each corpus once"
@@ -161,23 +156,21 @@ def weigh_corpora(
         groups = [(Fraction(1), len(tokens))]
     else:
         groups = [(source.weight, len(source.prefixes)) for source in sources]
+    sizes = iter([_temper_size(count, temperature) for count in tokens])
     weights: list[Fraction] = []
     for weight, corpora in groups:
-        sizes = [_temper_size(count, temperature) for count in tokens[len(weights) :][:corpora]]
-        total = sum(sizes)
-        weights += [weight * size / total for size in sizes]
+        group_sizes = list(islice(sizes, corpora))
+        total = sum(group_sizes)
+        weights += [weight * size / total for size in group_sizes]
     return weights
 
 
 def _temper_size(tokens: int, temperature: float) -> Fraction:
-    """Return tokens ** temperature, rounded to 40 binary digits.
-
-    All machines give the same result.
-    """
+    """Return tokens ** temperature, rounded so that all machines give the same result."""
     if temperature == 1:
         return Fraction(tokens)
     mantissa, exponent = math.frexp(tokens**temperature)
-    return round(mantissa * 2**40) * Fraction(2) ** (exponent - 40)
+    return round(mantissa * 2**_SIZE_BITS) * Fraction(2) ** (exponent - _SIZE_BITS)
 
 
 def shares_weights_by_size(sources: Sequence[CorpusSource]) -> bool:
@@ -223,6 +216,5 @@ def describe_blend(
         return content
     end = "" if max_epochs is None else f" of at most {max_epochs} epochs"
     # The digest first, as model cards have the beginning; short, as refusals have 60 characters.
-    return (
-        f"{hashlib.sha256(content.encode()).hexdigest()[:24]} of {len(fingerprints)} corpora{end}"
-    )
+    digest = hashlib.sha256(content.encode()).hexdigest()[:24]
+    return f"{digest} of {len(fingerprints)} corpora{end}"
