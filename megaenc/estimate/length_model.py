@@ -17,6 +17,7 @@ from megaenc.data.packing.data_path import (
     CorpusSource,
     find_corpora,
     is_pattern,
+    list_prefixes,
     parse_data_path,
     weigh_corpora,
 )
@@ -93,7 +94,7 @@ def build_length_model(
         source = f"documents of {lengths.mean():,.0f} tokens on average, {text}"
         return _concat_length_model(lengths, data.seq_length, _ONE_EOS, source, window)
     sources = _find_local_corpora(data)
-    prefixes = [prefix for source in sources for prefix in source.prefixes]
+    prefixes = list_prefixes(sources)
     if not prefixes or not all(os.path.isfile(f"{prefix}.idx") for prefix in prefixes):
         pairs = float(window is not None and visible_pairs(data.seq_length, window))
         source = "document lengths unknown: assuming one document per pack"
@@ -135,10 +136,9 @@ def read_vocab_size(data: DataConfig) -> int | None:
     Raises:
         InputError: Metadata are invalid.
     """
-    prefixes = [prefix for source in _find_local_corpora(data) for prefix in source.prefixes]
     sizes = [
         read_corpus_metadata(prefix).vocab_size
-        for prefix in prefixes
+        for prefix in list_prefixes(_find_local_corpora(data))
         if os.path.isfile(metadata_path(prefix))
     ]
     return max(sizes, default=None)

@@ -12,7 +12,7 @@ from rich.table import Table
 from megaenc.backend import detect_backend
 from megaenc.console import build_rich_console
 from megaenc.counter_rng import SampleRandomness
-from megaenc.data.packing.data_path import list_prefixes
+from megaenc.data.packing.data_path import find_corpora, list_prefixes
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Phase
@@ -167,7 +167,9 @@ _PHASE_COLUMNS: dict[str, Callable[[PretrainConfig], str]] = {
     "packs a step": lambda settings: settings.batch_size_text,
     "tokens a pack": lambda settings: f"{settings.data.seq_length:,}",
     "rotary base": lambda settings: f"{settings.shape.rotary_base:,.0f}",
-    "corpora": lambda settings: f"{len(list_prefixes(settings.data.data_path)) or 1:,}",
+    "corpora": lambda settings: (
+        f"{len(list_prefixes(find_corpora(settings.data.data_path))) or 1:,}"
+    ),
 }
 """Columns of the phase table in a run with `phases`."""
 _RARE_COLUMNS: dict[str, Callable[[PretrainConfig], str]] = {

@@ -8,7 +8,7 @@ from megaenc.backend.device import Backend, detect_backend, has_float8, peak_bf1
 from megaenc.console import print_rank_0
 from megaenc.data.indexed.corpus import Corpus, refuse_raw_text
 from megaenc.data.packing.builder import RunData, check_same_special_tokens
-from megaenc.data.packing.data_path import list_prefixes, parse_data_path
+from megaenc.data.packing.data_path import find_corpora, list_prefixes, parse_data_path
 from megaenc.data.packing.validation_sets import ValidationSet, parse_valid_data_path
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.dist_env import get_world_size
@@ -58,9 +58,9 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
 
     # Tokenizer and schedule.
     data_configs, tokenizer_name = _resolve_data(settings)
-    prefixes = [prefix for data in data_configs for prefix in list_prefixes(data.data_path)]
+    sources = [source for data in data_configs for source in find_corpora(data.data_path)]
     validation_paths = parse_valid_data_path(settings.output.valid_data_path)
-    for prefix in dict.fromkeys((*prefixes, *validation_paths.values())):
+    for prefix in dict.fromkeys((*list_prefixes(sources), *validation_paths.values())):
         refuse_raw_text(prefix)  # also without --tokenizer, which the corpus decides
     if not tokenizer_name:
         raise InputError(

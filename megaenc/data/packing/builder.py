@@ -20,6 +20,7 @@ from megaenc.data.packing.data_path import (
     describe_blend,
     find_corpora,
     is_tempered_blend,
+    list_prefixes,
     weigh_corpora,
 )
 from megaenc.data.packing.packed_dataset import (
@@ -113,7 +114,7 @@ class RunData:
             opened: Corpora by `index_path`, reused and extended, so that phases share them.
         """
         sources = find_corpora(data_path)
-        prefixes = [prefix for source in sources for prefix in source.prefixes]
+        prefixes = list_prefixes(sources)
         fractions = parse_split(split)
         dataset_class = PACKINGS[packing]
         opened = {} if opened is None else opened

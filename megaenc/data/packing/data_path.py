@@ -131,12 +131,9 @@ def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
     return sources
 
 
-def list_prefixes(words: Sequence[str]) -> list[str]:
-    """Return the prefixes of all corpora of --data-path, with patterns expanded.
-
-    `words`, order and errors are those of `find_corpora`.
-    """
-    return [prefix for source in find_corpora(words) for prefix in source.prefixes]
+def list_prefixes(sources: Sequence[CorpusSource]) -> list[str]:
+    """Return the prefixes of the corpora of all `sources`, in order."""
+    return [prefix for source in sources for prefix in source.prefixes]
 
 
 def weigh_corpora(

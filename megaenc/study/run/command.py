@@ -24,7 +24,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.atomic_io import try_lock
 from megaenc.console import format_duration, print_rank_0, silence_libraries
-from megaenc.data.packing.data_path import list_prefixes
+from megaenc.data.packing.data_path import find_corpora, list_prefixes
 from megaenc.errors import InputError, closest_match, handle_command_errors
 from megaenc.flags import NonNegativeInt
 from megaenc.machine import (
@@ -199,7 +199,7 @@ def _check_data(stages: Sequence[StageRunner], manifest: str) -> None:
     for data_path in dict.fromkeys(
         tuple(map(str, train_flags["data_path"])) for train_flags in to_train
     ):
-        for prefix in list_prefixes(data_path):
+        for prefix in list_prefixes(find_corpora(data_path)):
             if not os.path.exists(f"{prefix}.idx"):
                 expected = "the prefix of a corpus of `megaenc preprocess`"
                 raise InputError(f"--data-path {prefix}: no {prefix}.idx; expected {expected}")

@@ -14,6 +14,7 @@ from megaenc.data.packing.data_path import (
     describe_blend,
     find_corpora,
     is_tempered_blend,
+    list_prefixes,
     shares_weights_by_size,
     weigh_corpora,
 )
@@ -229,7 +230,7 @@ class PretrainStage(StageRunner):
             sources = find_corpora(tuple(map(str, self.flags.get("data_path", ()))))
         except InputError:  # a pattern that matches nothing any more
             return {}
-        prefixes = [prefix for source in sources for prefix in source.prefixes]
+        prefixes = list_prefixes(sources)
         if not prefixes or not all(metadata_path(prefix).is_file() for prefix in prefixes):
             return {}
         corpora = [read_corpus_metadata(prefix) for prefix in prefixes]

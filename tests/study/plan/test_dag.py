@@ -7,7 +7,7 @@ import pytest
 from manifests import TOY, graph
 
 from megaenc import flags
-from megaenc.data.packing.data_path import list_prefixes
+from megaenc.data.packing.data_path import find_corpora, list_prefixes
 from megaenc.model.config import get_preset
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph, count_shared_steps
@@ -188,6 +188,7 @@ def test_paths_are_found_from_the_directory_of_data(tmp_path):
         assert (
             words[::2] == ["1/3", "0.5"] and words[3] == "/b" and run.flags["tokenizer"] == expected
         )
-        assert list_prefixes([words[1]]) == [str(directory / "a"), str(directory / "b")]
+        prefixes = list_prefixes(find_corpora([words[1]]))
+        assert prefixes == [str(directory / "a"), str(directory / "b")]
     datasets = [grid.flags["datasets"] for grid in plan.grids.values()]
     assert datasets[:2] == [(f"squad={directory / 'qa'}",), (str(directory / "qa"),)]
