@@ -320,14 +320,11 @@ def _check_phases(plan: Plan, parent: ParentRun, parent_step: int) -> None:
         for row in identity.get("phases", ())
     }
     names = phase_identity(plan.settings)
-    for step in sorted(
-        {
-            1,
-            parent_step,
-            *(end for end in ends if end < parent_step),
-            *(end + 1 for end in ends if end < parent_step),
-        }
-    ):
+    steps = {1, parent_step}
+    for end in ends:
+        if end < parent_step:
+            steps |= {end, end + 1}
+    for step in sorted(steps):
         parents = identity_at(parent.identity, step)
         current = identity_at(plan.identity, step)
         if mismatch := describe_difference(parents, current, fields=names):
@@ -478,12 +475,8 @@ def _init_from_weights(
     )
     fixed_fields = [name for name in WEIGHT_FIELDS if name not in _POSITION_FIELDS]
     parent.check_same_fields(plan, fixed_fields, "its weights fit no other value", parent_step)
-    if given is not None and "phases" in given:
-        given = (
-            {*given, *parse_phase(plan.settings.phases[0], "phases")}
-            if plan.settings.phases
-            else given
-        )
+    if given is not None and "phases" in given and plan.settings.phases:
+        given = {*given, *parse_phase(plan.settings.phases[0], "phases")}
     for name in _POSITION_FIELDS if given is not None else ():
         if name not in given:  # a default must not replace the parent's value silently
             flag = name.replace("_", "-")
