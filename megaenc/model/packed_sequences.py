@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megaenc.data.packing.packed_dataset import concat_ranges
 from megaenc.model.functional import Rotation
 from megaenc.objectives import Attention
 
@@ -39,8 +40,7 @@ class PrefixRows:
             prefixes: int64[D], tokens of each document's prefix, from 0 to its length.
             device: Device of the tensors.
         """
-        positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        in_prefix = positions < np.repeat(prefixes, lengths)
+        in_prefix = concat_ranges(lengths) < np.repeat(prefixes, lengths)
         nonempty = prefixes[prefixes > 0]
         rest = lengths - prefixes
         rows = [np.flatnonzero(in_prefix), np.flatnonzero(~in_prefix)]

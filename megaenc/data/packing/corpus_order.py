@@ -11,6 +11,8 @@ from math import gcd, lcm
 
 import numpy as np
 
+from megaenc.data.packing.packed_dataset import concat_ranges
+
 PERIOD = 1 << 16
 """Longest period of an order, and samples of a block of one without period."""
 
@@ -64,7 +66,7 @@ def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
     # sample behind. With each sample it falls behind by `step`, in units of 1 / `parts` samples.
     period_counts = np.array(counts, dtype=np.int64)
     corpus_of_turn = np.repeat(np.arange(corpora), period_counts)
-    turns = np.arange(period) - np.repeat(np.cumsum(period_counts) - period_counts, period_counts)
+    turns = concat_ranges(period_counts)
     count = period_counts[corpus_of_turn]
     step = count * (2 * corpora - 2)
     parts = period * (2 * corpora - 2)
@@ -180,9 +182,7 @@ class PeriodicOrder(CorpusOrder):
             corpora = interleave_corpora(self._counts.tolist())
             earlier = np.empty(self.block_size, dtype=np.int32)
             by_corpus = np.argsort(corpora, kind="stable")
-            earlier[by_corpus] = np.arange(self.block_size) - np.repeat(
-                np.cumsum(self._counts) - self._counts, self._counts
-            )
+            earlier[by_corpus] = concat_ranges(self._counts)
             self._period = corpora, earlier
         return self._period
 
@@ -274,7 +274,7 @@ class DueOrder(CorpusOrder):
         before = self.count_packs(block)
         counts = self.count_packs(block + 1) - before
         corpora = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        earlier = np.arange(len(corpora)) - np.repeat(np.cumsum(counts) - counts, counts)
+        earlier = concat_ranges(counts)
         due = (before[corpora] + earlier + self._phases[corpora]) / self._weights[corpora]
         order = np.argsort(due, kind="stable")
         return corpora[order], earlier[order].astype(np.int32)

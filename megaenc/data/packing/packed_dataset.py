@@ -57,8 +57,12 @@ def position_ids(cu_seqlens: np.ndarray) -> np.ndarray:
 
     `cu_seqlens`, int[D + 1], are the cumulative lengths of the D documents, from 0 to T.
     """
-    starts = cu_seqlens[:-1].astype(np.int64)
-    return np.arange(cu_seqlens[-1]) - np.repeat(starts, np.diff(cu_seqlens))
+    return concat_ranges(np.diff(cu_seqlens))
+
+
+def concat_ranges(lengths: np.ndarray) -> np.ndarray:
+    """Return int64[sum(lengths)], 0 to n - 1 for each length n in turn."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 class PackedDataset(Protocol):
