@@ -85,11 +85,11 @@ class Registry(Generic[T]):
             return None
         if registered is not None:
             raise InputError(
-                f"{self.kind} `{name}`: {_format_package(offers[0])} offers it, "
+                f"{self.kind} `{name}`: package `{offers[0].dist.name}` offers it, "
                 f"but {_import_path(registered)} has that name already"
             )
         if len(offers) > 1:
-            packages = " and by ".join(_format_package(offer) for offer in offers)
+            packages = " and by ".join(f"package `{offer.dist.name}`" for offer in offers)
             raise InputError(f"{self.kind} `{name}`: offered by {packages}, expected one of them")
         return offers[0]
 
@@ -99,7 +99,7 @@ class Registry(Generic[T]):
         Raises:
             InputError: Its import fails, or the object is invalid.
         """
-        place = f"{self.kind} `{name}`: {_format_package(offer)}"
+        place = f"{self.kind} `{name}`: package `{offer.dist.name}`"
         try:
             value = offer.load()
         except Exception as error:  # importing a foreign module may raise anything
@@ -117,9 +117,9 @@ class Registry(Generic[T]):
         """
         for offer in self._offers.select(name=name):
             if offer.value == _import_path(value):
-                package = f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value
                 source = Path(inspect.getfile(value)).read_bytes()
-                return f"{package} ({hashlib.sha256(source).hexdigest()[:12]})"
+                digest = hashlib.sha256(source).hexdigest()[:12]
+                return f"{offer.dist.name} {offer.dist.version} ({digest})"
         return None
 
     @property
@@ -138,8 +138,3 @@ def _find_entry_points(group: str, path: tuple[str, ...]) -> EntryPoints:
 def _import_path(value: Any) -> str:
     """Return `module:name` of a class or function."""
     return f"{value.__module__}:{value.__qualname__}"
-
-
-def _format_package(offer: EntryPoint) -> str:
-    """Format the package of an entry point for an error message."""
-    return f"package `{offer.dist.name}`" if offer.dist else f"`{offer.value}`"
