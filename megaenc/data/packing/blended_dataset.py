@@ -48,9 +48,8 @@ class BlendedDataset:
         """
         self.datasets = list(datasets)
         self.seq_length = datasets[0].seq_length
-        has_limits = limits is not None
-        counts = find_period_counts(weights, is_tempered=is_tempered, has_limits=has_limits)
-        ends = np.array(limits, dtype=np.int64) if has_limits else None
+        ends = None if limits is None else np.array(limits, dtype=np.int64)
+        counts = find_period_counts(weights, is_tempered=is_tempered, has_limits=limits is not None)
         self._order: CorpusOrder = (
             DueOrder(weights, ends) if counts is None else PeriodicOrder(counts)
         )
