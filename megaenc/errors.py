@@ -53,6 +53,15 @@ def closest_match(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> 
     return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)), "")
 
 
+def suggest_closest(word: str, candidates: Iterable[str]) -> str:
+    """Return the end of an error, ``; did you mean `X`?``, for a misspelled `word`.
+
+    X is the `closest_match` of `candidates`; the end is empty without one.
+    """
+    near = closest_match(word, candidates)
+    return f"; did you mean `{near}`?" if near else ""
+
+
 def first_error_line(error: BaseException, max_length: int = 200) -> str:
     """Return the first nonempty line of the error's message, of at most `max_length`.
 

@@ -32,7 +32,7 @@ import yaml
 
 from megaenc.console import truncate_text
 from megaenc.dist_env import get_rank
-from megaenc.errors import InputError, closest_match
+from megaenc.errors import InputError, suggest_closest
 from megaenc.json_files import read_regular_file
 
 Settings = TypeVar("Settings")
@@ -513,12 +513,10 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
     known = flatten(settings)
     for name in values:
         if name not in known:
-            near = closest_match(str(name), known)
             if name in REMOVED:
                 raise InputError(f"{source}: `{name}` was removed; {REMOVED[name]}")
-            raise InputError(
-                f"{source}: unknown field `{name}`" + (f"; did you mean `{near}`?" if near else "")
-            )
+            hint = suggest_closest(str(name), known)
+            raise InputError(f"{source}: unknown field `{name}`{hint}")
 
     def replace(node):
         changes = {}

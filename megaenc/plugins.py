@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megaenc.errors import InputError, closest_match
+from megaenc.errors import InputError, suggest_closest
 
 T = TypeVar("T")
 
@@ -62,8 +62,7 @@ class Registry(Generic[T]):
             return self._load(name, offer)
         if name in self._registered:
             return self._registered[name]
-        near = closest_match(name.lower(), self.names())
-        hint = f"; did you mean `{near}`?" if near else ""
+        hint = suggest_closest(name.lower(), self.names())
         names = ", ".join(self.names()) or "those of installed packages, and none offers any"
         raise InputError(f"unknown {self.kind} `{name}`, expected one of {names}{hint}")
 

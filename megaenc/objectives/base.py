@@ -16,7 +16,7 @@ import numpy as np
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.packing.packed_dataset import Pack
 from megaenc.data.tokenizer.vocabulary import Vocabulary
-from megaenc.errors import InputError, closest_match
+from megaenc.errors import InputError, suggest_closest
 from megaenc.flags import Bounds
 
 
@@ -198,8 +198,7 @@ class Objective(ABC):
         values = {}
         for name, text in texts.items():
             if name not in known:
-                near = closest_match(name, known)
-                hint = f"; did you mean `{near}`?" if near else ""
+                hint = suggest_closest(name, known)
                 raise OptionError(
                     cls.name, name, f"unknown, expected {', '.join(known) or 'no options'}{hint}"
                 )

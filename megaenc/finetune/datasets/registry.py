@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaenc.errors import InputError, closest_match
+from megaenc.errors import InputError, suggest_closest
 from megaenc.finetune.datasets import demo, formats, hub, hub_repository, local
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.examples import Dataset, TaskFamily
@@ -112,11 +112,10 @@ def _check_dataset_path(name_or_path: str, name: str, path: Path) -> None:
                 f"data set {name_or_path}: found no file or directory {path}, "
                 "expected one with labelled data"
             )
-        closest_name = closest_match(name_or_path.lower(), [*DATASETS, hub.TRAINING_PAIRS])
+        hint = suggest_closest(name_or_path.lower(), [*DATASETS, hub.TRAINING_PAIRS])
         raise InputError(
             f"unknown data set `{name_or_path}`, expected one of {', '.join(DATASETS)}, "
-            "ORG/NAME of the Hub, a path or NAME=PATH"
-            + (f"; did you mean `{closest_name}`?" if closest_name else "")
+            f"ORG/NAME of the Hub, a path or NAME=PATH{hint}"
         )
     _check_name(name_or_path, name)
 
