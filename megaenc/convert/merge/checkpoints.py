@@ -405,7 +405,7 @@ def _iter_weights(run: RunCheckpoint, names: Iterable[str]) -> Iterator[tuple[Pa
     Weights that no family has, such as a head's norm, are mapped to themselves.
     """
     mapped = {core: mapping for mapping, core, _ in iter_mappings(run.model)}
-    for core in (*mapped, *(name for name in names if name not in mapped)):
+    for core in dict.fromkeys((*mapped, *names)):
         yield mapped.get(core, ParamMapping(core, (core,))), core
 
 
