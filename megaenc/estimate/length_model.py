@@ -149,9 +149,9 @@ def _find_local_corpora(data: DataConfig) -> list[CorpusSource]:
 
     An estimate needs no corpus on this disk.
     """
-    pairs = parse_data_path(data.data_path)
-    if any(is_pattern(word) and not glob.glob(f"{word}.idx") for _, word in pairs):
-        return []
+    for _, word in parse_data_path(data.data_path):
+        if is_pattern(word) and not glob.glob(f"{word}.idx"):
+            return []
     return find_corpora(data.data_path)
 
 
