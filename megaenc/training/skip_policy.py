@@ -29,7 +29,7 @@ def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
     """
     save = plan.settings.output.save
     recorded = None
-    rewinds: tuple[str, ...] = ()
+    rewinds = ()
     if save:
         recorded, rewinds = _read_recorded_skips(Path(save))
     start = plan.start
@@ -117,8 +117,9 @@ def _check_recorded(plan: Plan, recorded: SkippedPacks, skipped: SkippedPacks) -
             continue
         if _reads_same(plan, recorded, skipped, step):
             return
-        source = f"--save {save} holds a different run"
-        raise _difference_error(source, f"its step {step}", recorded, skipped)
+        raise _difference_error(
+            f"--save {save} holds a different run", f"its step {step}", recorded, skipped
+        )
 
 
 def _reads_same(plan: Plan, one: SkippedPacks, other: SkippedPacks, step: int) -> bool:
