@@ -21,7 +21,7 @@ def stop_at_loss(monkeypatch):
 
 
 class QuotedOptions(Callback):
-    """Options as in a module with `from __future__ import annotations`, some without an import."""
+    """Options with annotations as texts, one of which has no import."""
 
     def __init__(self, trainer: "Trainer", limit: "float", values: "Values" = None):  # noqa: F821
         super().__init__(trainer)
