@@ -395,19 +395,22 @@ def test_runs_have_geometric_lengths_with_the_mean_asked_for(mask, span):
 
 
 @pytest.mark.parametrize(
-    ("options", "digest"),
-    [({}, "2e09c4eb87db8036"), ({"mask": 0.15, "random": 0.1, "keep": 0.1}, "2211b1693965d81c")],
+    ("name", "options", "digest"),
+    [
+        ("mlm", {}, "2e09c4eb87db8036"),
+        ("mlm", {"mask": 0.15, "random": 0.1, "keep": 0.1}, "2211b1693965d81c"),
+        ("span_corruption", {}, "0b5e94f1fb51a0b3"),
+        ("span_corruption", {"mask": 0.9, "span": 20, "keep": 0.2}, "97d4eec17394120f"),
+    ],
 )
-def test_masks_without_spans_never_change(options, digest):
+def test_masks_never_change(name, options, digest):
     """A run that is resumed by a later version must see the same masks."""
     mask_hash = hashlib.sha256()
     for sample in range(8):
         pack = Pack(
             sample, 0, np.arange(2048) * 31 % 50, np.array([0, 700, 701, 2048], dtype=np.int32)
         )
-        actual = MaskedLanguageModeling(VOCABULARY, **options).targets(
-            pack, SampleRandomness(5, sample, 0)
-        )
+        actual = find(name)(VOCABULARY, **options).targets(pack, SampleRandomness(5, sample, 0))
         for array in (actual.inputs, actual.predict_at, actual.labels):
             mask_hash.update(array.astype("<i8").tobytes())
     assert mask_hash.hexdigest().startswith(digest)
