@@ -35,52 +35,75 @@ class SpanCorruption(MaskedLanguageModeling):
     def _choose_tokens(self, pack: Pack, randomness: SampleRandomness) -> np.ndarray:
         """Draw the tokens to hide and predict, bool[T]."""
         length = len(pack.tokens)
-        documents = len(pack.cu_seqlens) - 1
+        document_count = len(pack.cu_seqlens) - 1
         (positions,) = self.eligible(pack).nonzero()
-        document = np.repeat(np.arange(documents), np.diff(pack.cu_seqlens))[positions]
-        counts = np.bincount(document, minlength=documents)
-        hidden = np.floor(counts * self.mask + randomness.uniforms("rounding", documents)).astype(
-            np.int64
+        document_of = np.repeat(np.arange(document_count), np.diff(pack.cu_seqlens))[positions]
+        counts = np.bincount(document_of, minlength=document_count)
+        hidden, visible, spans = self._draw_counts(counts, randomness)
+        visible_lengths = _cut_randomly(
+            visible, spans, randomness.uniforms("visible parts", length)
         )
-        hidden = np.minimum(hidden, counts)
-        visible = counts - hidden
-        spans = np.maximum(np.rint(hidden / self.span).astype(np.int64), 1)
-        spans = np.maximum(np.minimum(spans, np.minimum(hidden, visible)), 1)
-        parts = [
-            _cut_randomly(total, spans, randomness.uniforms(purpose, length))
-            for purpose, total in (("visible parts", visible), ("hidden parts", hidden))
-        ]
-        pattern = np.repeat(
-            np.tile([False, True], int(spans.sum())), np.stack(parts, axis=1).ravel()
-        )
-        starts = np.cumsum(counts) - counts
-        rotations = (randomness.uniforms("rotation", documents) * counts).astype(np.int64)
-        place = np.arange(len(positions)) - starts[document]
+        hidden_lengths = _cut_randomly(hidden, spans, randomness.uniforms("hidden parts", length))
+        # In each document a visible part comes first, then they alternate.
+        part_lengths = np.stack([visible_lengths, hidden_lengths], axis=1).ravel()
+        pattern = np.repeat(np.arange(len(part_lengths)) % 2 == 1, part_lengths)
+        rotations = (randomness.uniforms("rotation", document_count) * counts).astype(np.int64)
         chosen = np.zeros(length, dtype=bool)
-        chosen[positions] = pattern[
-            starts[document] + (place + rotations[document]) % counts[document]
-        ]
+        chosen[positions] = _rotate(pattern, counts, rotations)
         return chosen
 
+    def _draw_counts(
+        self, counts: np.ndarray, randomness: SampleRandomness
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the numbers of hidden tokens, visible tokens and spans of each document.
 
-def _cut_randomly(totals: np.ndarray, parts: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """Return the lengths of random parts of groups of items, int64[parts.sum()].
+        Args:
+            counts: Number of text tokens of each document, int64[documents].
+        """
+        rounding = randomness.uniforms("rounding", len(counts))
+        # Rounded up with the probability of the fraction, so that the mean is `counts * mask`. The
+        # float sum itself may be rounded up to one token too many.
+        hidden = np.minimum(np.floor(counts * self.mask + rounding), counts).astype(np.int64)
+        visible = counts - hidden
+        # No part is empty, unless all tokens of the document are hidden, or none is.
+        most_spans = np.maximum(1, np.minimum(hidden, visible))
+        spans = np.clip(np.rint(hidden / self.span), 1, most_spans).astype(np.int64)
+        return hidden, visible, spans
 
-    Every choice of cuts between the items is equally likely. No part is empty if the items suffice.
+
+def _cut_randomly(totals: np.ndarray, part_counts: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Return the lengths of random parts of groups of items, int64[part_counts.sum()].
+
+    Every choice of cuts between the items is equally likely. No part is empty, except the one of a
+    group without items.
 
     Args:
         totals: Number of items of each group.
-        parts: Number of parts of each group.
+        part_counts: Number of parts of each group, from 1 to `max(1, totals)`.
         draws: Uniform numbers, at least one for each item.
     """
-    group = np.repeat(np.arange(len(totals)), totals)
-    starts = np.cumsum(totals) - totals
-    is_first = np.arange(len(group)) == starts[group]
-    # The first item comes last: no cut before it.
-    order = np.lexsort((np.where(is_first, 2.0, draws[: len(group)]), group))
-    is_cut = np.zeros(len(group), dtype=bool)
-    is_cut[order] = np.arange(len(group)) - starts[group] < (parts - 1)[group]
-    cuts = np.cumsum(is_cut)
-    first_part = np.cumsum(parts) - parts
-    part = first_part[group] + cuts - (cuts - is_cut)[starts[group]] if len(group) else group
-    return np.bincount(part, minlength=int(parts.sum()))
+    group_of = np.repeat(np.arange(len(totals)), totals)
+    offset = np.arange(len(group_of)) - (np.cumsum(totals) - totals)[group_of]
+    # The items with the lowest draws start a part; the first item comes last: no cut before it.
+    order = np.lexsort((np.where(offset == 0, 2.0, draws[: len(group_of)]), group_of))
+    is_cut = np.zeros(len(group_of), dtype=bool)
+    is_cut[order] = offset < (part_counts - 1)[group_of]
+    # Each earlier group has one part more than cuts.
+    part_of = np.cumsum(is_cut) + group_of
+    return np.bincount(part_of, minlength=part_counts.sum())
+
+
+def _rotate(pattern: np.ndarray, counts: np.ndarray, distances: np.ndarray) -> np.ndarray:
+    """Return `pattern` with the values of each document rotated to the left.
+
+    The values a b c d e of documents of 3 and 2 tokens become c a b e d by distances 2 and 1.
+
+    Args:
+        pattern: A value for each token, document after document.
+        counts: Number of tokens of each document.
+        distances: Number of places by which to rotate each document.
+    """
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    offset = np.arange(len(pattern)) - starts
+    rotated = (offset + np.repeat(distances, counts)) % np.repeat(counts, counts)
+    return pattern[starts + rotated]
