@@ -103,6 +103,7 @@ def option(
     low: float = -math.inf,
     high: float = math.inf,
     above: float = -math.inf,
+    below: float = math.inf,
 ) -> Any:
     """Return the dataclass field of an objective's option, typed by its default.
 
@@ -113,9 +114,10 @@ def option(
         low: Smallest number that is allowed.
         high: Largest number that is allowed.
         above: Number that all allowed ones exceed.
+        below: Number that exceeds all allowed ones.
     """
     return dataclasses.field(
-        default=default, metadata={"help": help, "bounds": Bounds(low, high, above)}
+        default=default, metadata={"help": help, "bounds": Bounds(low, high, above, below)}
     )
 
 

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -45,6 +46,8 @@ class Masking(Objective):
     """
 
     attention = Attention.BIDIRECTIONAL
+    requires_span: ClassVar[bool] = False
+    """Whether `span` cannot be 0."""
 
     mask: float = option(0.4, "share of the tokens to predict", above=0, high=1)
     random: float = option(0.0, "share of these that become a random token", low=0, high=1)
@@ -70,7 +73,8 @@ class Masking(Objective):
             # Independent tokens have this mean run length; shorter runs are impossible here.
             expected = "0: every token is hidden"
             if self.mask < 1:
-                expected = f"0 or from {math.ceil(1000 / (1 - self.mask) - 1e-6) / 1000:g} up"
+                shortest = math.ceil(1000 / (1 - self.mask) - 1e-6) / 1000
+                expected = f"{'' if self.requires_span else '0 or '}from {shortest:g} up"
             raise OptionError(
                 self.name,
                 "span",
@@ -89,7 +93,8 @@ class Masking(Objective):
             raise OptionError(
                 self.name,
                 "unit",
-                f"found {self.unit} with span={self.span:g}, expected token, or no span",
+                f"found {self.unit} with span={self.span:g}, expected token"
+                + ("" if self.requires_span else ", or no span"),
             )
         if self.unit == "word":
             if self.vocabulary.fingerprint and not self.vocabulary.word_codes:

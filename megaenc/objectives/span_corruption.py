@@ -25,11 +25,14 @@ class SpanCorruption(MaskedLanguageModeling):
     each token at its position, so the length of a span is visible. m is rounded up or down at
     random and the pattern rotated by a random distance, so that each token is hidden with
     probability `mask`; T5 rounds m and starts with a visible part.
+
+    The limits of `mlm` with spans hold: `span` (1 - `mask`) is at least 1, and `unit` is `token`.
     """
 
     name = "span_corruption"
+    requires_span = True
 
-    mask: float = option(0.15, "share of the tokens to predict", above=0, high=1)
+    mask: float = option(0.15, "share of the tokens to predict", above=0, below=1)
     span: float = option(3.0, "mean length of hidden spans", low=1)
 
     def _choose_tokens(self, pack: Pack, randomness: SampleRandomness) -> np.ndarray:

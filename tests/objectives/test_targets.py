@@ -446,6 +446,21 @@ def test_masks_never_change(name, options, digest):
             "option `span`: found 3 with mask=1, expected 0: every token is hidden",
         ),
         (
+            "span_corruption",
+            {"mask": 1},
+            "option `mask`: found 1, expected a number, more than 0 and less than 1",
+        ),
+        (
+            "span_corruption",
+            {"mask": 0.9},
+            "option `span`: found 3 with mask=0.9, expected from 10 up$",
+        ),
+        (
+            "span_corruption",
+            {"unit": "word"},
+            "option `unit`: found word with span=3, expected token$",
+        ),
+        (
             "diffusion",
             {"low": 0.5, "high": 0.2},
             r"option `low`: found 0\.5 with high=0\.2, expected at most as much",
