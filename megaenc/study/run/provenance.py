@@ -12,13 +12,14 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 import megaenc
 from megaenc.atomic_io import atomic_write, wait_for_lock
 from megaenc.errors import InputError
-from megaenc.json_files import read_json_object, read_json_or_empty
+from megaenc.json_files import read_json_object
 from megaenc.machine import accelerator_names, read_processor_name, usable_core_count
 
 PROVENANCE_FILE = "study.json"
@@ -34,30 +35,34 @@ def record_environment(study: Path) -> None:
 
     Only new texts are added. An unreadable file is left as it is; the report names it.
     """
-    if _add_environment(study / PROVENANCE_FILE):
-        # Jobs of a cluster start at the same time; one that hangs must not block the others.
-        with wait_for_lock(study / ".locks" / "record", seconds=10) as is_locked:
-            if is_locked and (values := _add_environment(study / PROVENANCE_FILE)):
-                atomic_write(
-                    study / PROVENANCE_FILE, json.dumps(values, indent=1, ensure_ascii=False) + "\n"
-                )
+    file = study / PROVENANCE_FILE
+    # Nothing is new for most stages: they need no lock.
+    if _extend_provenance(file) is None:
+        return
+    # Jobs of a cluster start at the same time; one that hangs must not block the others.
+    with wait_for_lock(study / ".locks" / "record", seconds=10) as is_locked:
+        # Another job may have written the file before the lock was free.
+        values = _extend_provenance(file) if is_locked else None
+        if values is not None:
+            atomic_write(file, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
-def _add_environment(file: Path) -> dict:
+def _extend_provenance(file: Path) -> dict | None:
     """Return the entries of `file` with the current environment added.
 
-    There are none if nothing is new or the file is unreadable.
+    Returns:
+        None if nothing is new, or if the file is unreadable.
     """
-    values = read_json_or_empty(file)
-    if not values and file.exists():
-        return {}
+    try:
+        values = read_json_object(file) if file.exists() else {}
+    except InputError:
+        return None
     extended = dict(values)
     for name, text in current_environment().items():
-        before = extended.get(name, [])
-        before = before if isinstance(before, list) else [before]
-        if text and text not in before:
-            extended[name] = [*before, text]
-    return extended if extended != values else {}
+        texts = _as_list(values.get(name, []))
+        if text and text not in texts:
+            extended[name] = [*texts, text]
+    return extended if extended != values else None
 
 
 def read_provenance(file: Path) -> dict[str, str]:
@@ -71,8 +76,13 @@ def read_provenance(file: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     values = read_json_object(file, "an object of texts")
-    texts = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+    texts = {name: _as_list(value) for name, value in values.items()}
     return {name: ", then ".join(map(str, parts)) for name, parts in texts.items() if parts}
+
+
+def _as_list(value: Any) -> list:
+    """Return an entry of study.json, a text or a list of texts, as a list."""
+    return value if isinstance(value, list) else [value]
 
 
 def current_environment() -> dict[str, str]:
@@ -91,7 +101,7 @@ def current_environment() -> dict[str, str]:
     return {
         "hardware": _describe_hardware(),
         "date": today,
-        "commit": _describe_commit(),
+        "commit": _describe_commit(Path(megaenc.__file__).parents[1]),
         "libraries": ", ".join(libraries),
     }
 
@@ -115,25 +125,22 @@ def _describe_hardware() -> str:
 
 
 @cache
-def _describe_commit() -> str:
-    """Return the commit of megaenc's checkout, and whether files differ.
+def _describe_commit(root: Path) -> str:
+    """Return the commit of the checkout at `root`, and whether files differ.
 
-    For an installed package, it is the version.
+    If `root` is no checkout, as for an installed package, it is the version of megaenc.
     """
-    root = Path(megaenc.__file__).parents[1]
-
-    def git(*words: str) -> str:
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("GIT_")
-        }
-        return subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, env=environment
-        ).stdout.strip()
-
-    with contextlib.suppress(OSError):
-        if git("rev-parse", "--show-toplevel") == str(root.resolve()):
-            changed = (
-                " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-            )
-            return git("rev-parse", "--short=12", "HEAD") + changed
+    with contextlib.suppress(OSError):  # git is not installed
+        if _run_git(root, "rev-parse", "--show-toplevel") == str(root.resolve()):
+            changes = _run_git(root, "status", "--porcelain", "--untracked-files=no")
+            commit = _run_git(root, "rev-parse", "--short=12", "HEAD")
+            return commit + (" with changes" if changes else "")
     return f"megaenc {megaenc.__version__}"
+
+
+def _run_git(root: Path, *words: str) -> str:
+    # In a hook of git, GIT_DIR and others name the repository of the hook.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return subprocess.run(
+        ["git", "-C", str(root), *words], capture_output=True, text=True, env=environment
+    ).stdout.strip()

@@ -57,7 +57,14 @@ def test_a_broken_file_is_left_alone_and_named_by_the_report(at, tmp_path):
         provenance.read_provenance(file)
 
 
-def test_this_machine_and_the_commit_of_the_checkout_that_the_code_is_in(monkeypatch, tmp_path):
+def test_an_empty_object_is_filled(at, tmp_path):
+    file = tmp_path / "study.json"
+    file.write_text("{}")
+    provenance.record_environment(tmp_path)
+    assert provenance.read_provenance(file) == HERE
+
+
+def test_this_machine_and_the_commit_of_the_checkout_that_the_code_is_in(tmp_path):
     entries = provenance.current_environment()
     assert " of " in entries["hardware"] and entries["hardware"].endswith("GiB of memory")
     assert "torch 2." in entries["libraries"] and "missing" not in entries["libraries"]
@@ -68,11 +75,11 @@ def test_this_machine_and_the_commit_of_the_checkout_that_the_code_is_in(monkeyp
             ["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True
         ).stdout.strip()
 
-    code = tmp_path / "megaenc" / "__init__.py"
-    code.parent.mkdir()
+    def commit():
+        return provenance._describe_commit.__wrapped__(tmp_path)
+
+    code = tmp_path / "code.py"
     code.write_text("")
-    monkeypatch.setattr(provenance.megaenc, "__file__", str(code))
-    commit = provenance._describe_commit.__wrapped__
     assert commit().startswith("megaenc 0."), "an installed package"
     git("init", "-q")
     git("add", ".")
