@@ -43,8 +43,12 @@ class TokenClassification(FinetuneTask):
             owners = np.where(owners < len(sentence), owners, -1)
             truncated += len(tokens) > encoder.max_text_tokens
             rows.append(encoder.add_special_tokens(tokens))
-            words.append(encoder.align_to_row(owners, -1))
-            tags.append(np.where(words[-1] < 0, IGNORE_INDEX, np.asarray(example.tags)[words[-1]]))
+            row_words = encoder.align_to_row(owners, -1)
+            is_word = row_words >= 0
+            row_tags = np.full(len(row_words), IGNORE_INDEX)
+            row_tags[is_word] = np.array(example.tags)[row_words[is_word]]
+            words.append(row_words)
+            tags.append(row_tags)
         return TokenizedTexts.from_rows(
             rows,
             truncated,
@@ -82,30 +86,39 @@ class TokenClassification(FinetuneTask):
         Raises:
             NonFinitePredictionError: A prediction is NaN or inf.
         """
-        predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
-        for row, logits in self.predict_texts(model, data):
-            predicted[row] = self.tag_words(logits, data, row, len(examples[row].words))
         gold = [np.array(example.tags) for example in examples]
-        by_word, otherwise = self._most_frequent_tags
-        usual = [
-            np.array([by_word.get(word, otherwise) for word in example.words])
-            for example in examples
-        ]
-        gold_names = self._name_tags(gold)
-        counts = count_spans(gold_names, self._name_tags(predicted))
-        baseline = {
-            "score": float(tag_f1(gold, usual).mean()),
-            **span_f1(count_spans(gold_names, self._name_tags(usual))),
-        }
+        predicted = self._predict_tags(model, data, examples)
+        counts = count_spans(self._name_tags(gold), self._name_tags(predicted))
         return Scores.from_examples(
             tag_f1(gold, predicted),
-            dict(zip(("spans_right", "spans_predicted", "spans_there"), counts.T, strict=True)),
+            dict(zip(_SPAN_COUNTS, counts.T, strict=True)),
             collapsed=self.describe_constant_prediction(
                 np.concatenate(predicted), np.concatenate(gold)
             ),
-            baseline=baseline,
+            baseline=self._score_baseline(examples, gold),
             metrics=span_f1(counts),
         )
+
+    def _predict_tags(
+        self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]
+    ) -> list[np.ndarray]:
+        """Return the predicted tag indices of each sentence, int64[words]."""
+        predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
+        for row, logits in self.predict_texts(model, data):
+            predicted[row] = self.tag_words(logits, data, row, len(examples[row].words))
+        return predicted
+
+    def _score_baseline(
+        self, examples: list[TaggedWords], gold: list[np.ndarray]
+    ) -> dict[str, float]:
+        """Return score and metrics of each word's most frequent training tag."""
+        frequent_tag, default_tag = self._most_frequent_tags
+        baseline_tags = [
+            np.array([frequent_tag.get(word, default_tag) for word in example.words])
+            for example in examples
+        ]
+        counts = count_spans(self._name_tags(gold), self._name_tags(baseline_tags))
+        return {"score": float(tag_f1(gold, baseline_tags).mean()), **span_f1(counts)}
 
     def tag_words(
         self, logits: np.ndarray, data: TokenizedTexts, row: int, count: int
@@ -118,6 +131,7 @@ class TokenClassification(FinetuneTask):
             count: Number of its words.
         """
         labels = self.dataset.labels
+        # Data sets have the tag O; the labels in the config.json of another model may lack it.
         outside = labels.index("O") if "O" in labels else 0
         words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
         known = words >= 0
@@ -132,15 +146,15 @@ class TokenClassification(FinetuneTask):
 
         The first of equally frequent tags is returned.
         """
-        tags_of = defaultdict(Counter)
+        tag_counts = defaultdict(Counter)
         all_tags = Counter()
         for example in self.dataset.load_split("train"):
             for word, tag in zip(example.words, example.tags, strict=True):
-                tags_of[word][tag] += 1
+                tag_counts[word][tag] += 1
                 all_tags[tag] += 1
-        return {
-            word: tags.most_common(1)[0][0] for word, tags in tags_of.items()
-        }, all_tags.most_common(1)[0][0]
+        frequent_tag = {word: tags.most_common(1)[0][0] for word, tags in tag_counts.items()}
+        default_tag = all_tags.most_common(1)[0][0]
+        return frequent_tag, default_tag
 
 
 def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) -> np.ndarray:
@@ -188,7 +202,7 @@ def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.nd
     return scores
 
 
-def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+def _parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Return the spans in the IOB2 tags of a sentence, by the rules of seqeval.
 
     A span starts at a B, and at an I that follows O or another type.
@@ -211,6 +225,10 @@ def parse_spans(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     return spans
 
 
+_SPAN_COUNTS = ("spans_right", "spans_predicted", "spans_there")
+"""Names of the columns of `count_spans`."""
+
+
 def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> np.ndarray:
     """Return the numbers of correct, predicted and gold spans of each sentence.
 
@@ -225,8 +243,8 @@ def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
     """
     rows = []
     for gold_tags, predicted_tags in zip(gold, predicted, strict=True):
-        gold_spans = parse_spans(gold_tags)
-        predicted_spans = parse_spans(predicted_tags)
+        gold_spans = _parse_spans(gold_tags)
+        predicted_spans = _parse_spans(predicted_tags)
         rows.append((len(gold_spans & predicted_spans), len(predicted_spans), len(gold_spans)))
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
