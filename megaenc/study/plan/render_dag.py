@@ -1,5 +1,6 @@
 """Drawings of the stage graph: a tree as text, and bars over steps as a figure."""
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -13,33 +14,40 @@ from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.training.lr_schedule import LearningRateSchedule
 from megaenc.viz.style import (
     BLUE,
+    GREEN,
     GREY,
     GRID,
     LEGEND,
     ORANGE,
-    STYLES,
+    PURPLE,
+    SKY_BLUE,
+    YELLOW,
     format_count_ticks,
     without_math_text,
 )
 
-_MAX_PHASES = 3
-_MAX_BARS = 5_000  # they take 3 milliseconds each
+_MAX_LISTED_PHASES = 3
+_MAX_DRAWN_PHASES = 5_000  # they take 3 milliseconds each
+_OTHER_COLOURS = (GREEN, PURPLE, YELLOW, SKY_BLUE, "#6A3D9A", "#8C8C8C")
+"""Colours of phases that are neither CLM nor MLM at a fixed mask ratio."""
+_CONNECTIONS = {
+    "branch": ("-", "branch: optimizer and rate continue"),
+    "weights": (":", "finished weights, new optimizer"),
+}
+"""Style and legend text of the line from a parent, by the start of the run."""
+_FIXED_MASK = re.compile(r"(mlm|mntp)(\(mask=[^,>]*\))?")
+"""Phase without other options than a fixed mask ratio."""
 
 
 @dataclass(frozen=True)
 class DagRow:
-    """Row of a drawing: a run, its place, and the tree lines in front of it.
-
-    `offset` is the number of steps of the model that the run continues, which come before its step
-    0; `parent` the index of the parent's row, None for a trunk. `rails` are the tree lines in front
-    of the name, `stem` those that continue below it.
-    """
+    """Row of a drawing: a run, its place, and the tree lines in front of it."""
 
     run: PretrainStage
     offset: int = 0
     """Steps before its step 0: those of the model that it continues."""
     parent: int | None = None
-    """Index of the parent's row."""
+    """Index of the parent's row; None for a trunk."""
     rails: str = ""
     """Tree lines in front of its name."""
     stem: str = ""
@@ -75,8 +83,9 @@ def layout_rows(graph: StageGraph) -> list[DagRow]:
             branches.append(DagRow(child, offset, len(rows) - 1))
         branches.sort(key=lambda branch: -branch.start)
         for index, branch in enumerate(reversed(branches)):
-            rails = row.stem + ("├─ " if index else "└─ ")
-            stem = row.stem + ("│  " if index else "   ")
+            is_lowest = index == 0
+            rails = row.stem + ("└─ " if is_lowest else "├─ ")
+            stem = row.stem + ("   " if is_lowest else "│  ")
             pending.append(replace(branch, rails=rails, stem=stem))
     return rows
 
@@ -121,8 +130,8 @@ def format_tree(graph: StageGraph) -> Iterator[str]:
 def _format_phases(run: PretrainStage) -> str:
     """Return a run's own phases, as `CLM to 10,000, MLM 40 % to 42,000`."""
     phases = [phase for phase in run.model.phases if phase.last > run.branch_step]
-    texts = [f"{format_phase(phase)} to {phase.last:,}" for phase in phases[:_MAX_PHASES]]
-    more = len(phases) - _MAX_PHASES
+    texts = [f"{format_phase(phase)} to {phase.last:,}" for phase in phases[:_MAX_LISTED_PHASES]]
+    more = len(phases) - _MAX_LISTED_PHASES
     return ", ".join(texts) + (f", ... {more} more to {phases[-1].last:,}" if more > 0 else "")
 
 
@@ -132,7 +141,7 @@ def format_phase(phase: PhaseWork) -> str:
     MLM and MNTP with other options than a fixed mask ratio, and other objectives, are labelled by
     their text in the schedule.
     """
-    if match := re.fullmatch(r"(mlm|mntp)(\(mask=[^,>]*\))?", phase.text):
+    if match := _FIXED_MASK.fullmatch(phase.text):
         work, _ = phase.parts[0]
         return f"{match[1].upper()} {100 * work.predicted / work.tokens:g} %"
     return "CLM" if phase.text == "clm" else phase.text
@@ -148,24 +157,21 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
         InputError: The runs have more than 5,000 phases.
     """
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
     rows = layout_rows(graph)
     count = sum(len(row.run.model.phases) for row in rows)
-    if count > _MAX_BARS:
+    if count > _MAX_DRAWN_PHASES:
         raise InputError(
             f"--picture: {graph.manifest.path} has {count:,} phases, expected at most "
-            f"{_MAX_BARS:,}; plan it without"
+            f"{_MAX_DRAWN_PHASES:,}; plan it without"
         )
-    last = max(row.end for row in rows)
     colours = _choose_phase_colours(rows)
     positions = _row_positions(rows)
     figure = Figure(figsize=(11, 2.0 + 0.235 * positions[-1]), dpi=130, layout="constrained")
     panel = figure.subplots()
     for row, y in zip(rows, positions, strict=True):
         if row.parent is not None:
-            line = ":" if row.run.start == "weights" else "-"
+            line, _ = _CONNECTIONS[row.run.start]
             panel.plot(
                 [row.start] * 2,
                 [positions[row.parent], y],
@@ -174,47 +180,75 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
                 linestyle=line,
                 zorder=1,
             )
-        first = row.run.branch_step
-        for phase in row.run.model.phases:
-            if phase.last > first:
-                x, height = _compute_bar_outline(row, first, phase.last)
-                panel.fill_between(
-                    x,
-                    y - height,
-                    y + height,
-                    color=colours[format_phase(phase)],
-                    linewidth=0,
-                    zorder=2,
-                )
-                first = phase.last
-        panel.annotate(
-            row.run.name,
-            (row.end, y),
-            (5, 0),
-            color="black" if row.run.model.evaluate else GREY,
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-    positions_by_run = {
-        row.run.name: (row.offset, y) for row, y in zip(rows, positions, strict=True)
-    }
-    intermediate = [
-        (export.step, *positions_by_run[export.run])
-        for export in graph.exports.values()
-        if not export.key.decayed
-    ]
+        _draw_run(panel, row, y, colours)
+    run_places = {row.run.name: (row.offset, y) for row, y in zip(rows, positions, strict=True)}
+    checkpoints = []
+    for export in graph.exports.values():
+        if not export.key.decayed:
+            offset, y = run_places[export.run]
+            checkpoints.append((offset + export.step, y))
     panel.scatter(
-        [step + offset for step, offset, _ in intermediate],
-        [y for *_, y in intermediate],
+        [x for x, _ in checkpoints],
+        [y for _, y in checkpoints],
         s=14,
         zorder=3,
         facecolor="white",
         edgecolor="black",
         linewidth=0.7,
     )
+    _style_panel(panel, max(row.end for row in rows), positions[-1])
+    panel.set_title(title, loc="left", fontsize=11, pad=10)
+    handles = _build_legend(rows, colours, bool(checkpoints))
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=min(len(handles), 5),
+        **{**LEGEND, "fontsize": 8},
+    )
+    return figure
+
+
+def _draw_run(panel: Any, row: DagRow, y: float, colours: Mapping[str, str]) -> None:
+    """Draw a bar over each phase of the run's own steps, and its name to the right."""
+    model = row.run.model
+    rates = LearningRateSchedule.from_config(
+        replace(
+            model.config.learning_rate,
+            lr_warmup_iters=model.warmup,
+            lr_wsd_decay_iters=model.decay,
+            lr_warmup_fraction=None,
+            lr_wsd_decay_fraction=None,
+        ),
+        model.steps,
+    )
+    first = row.run.branch_step
+    for phase in model.phases:
+        if phase.last > first:
+            x, height = _compute_bar_outline(row, rates, first, phase.last)
+            panel.fill_between(
+                x,
+                y - height,
+                y + height,
+                color=colours[format_phase(phase)],
+                linewidth=0,
+                zorder=2,
+            )
+            first = phase.last
+    panel.annotate(
+        row.run.name,
+        (row.end, y),
+        (5, 0),
+        color="black" if model.evaluate else GREY,
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+    )
+
+
+def _style_panel(panel: Any, last: int, bottom: float) -> None:
+    """Set limits, ticks and grid; names of runs take the space after the step `last`."""
     panel.set(
-        ylim=(positions[-1] + 0.7, -0.9),
+        ylim=(bottom + 0.7, -0.9),
         xlim=(0, last * 1.3),
         yticks=[],
         xlabel="pretraining steps; height: learning rate",
@@ -224,9 +258,17 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.grid(axis="x", **GRID)
     panel.set_axisbelow(True)
-    panel.set_title(title, loc="left", fontsize=11, pad=10)
+
+
+def _build_legend(
+    rows: list[DagRow], colours: Mapping[str, str], has_checkpoints: bool
+) -> list[Any]:
+    """Return the legend's handles: phases, checkpoints, and connections that occur."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    if intermediate:
+    if has_checkpoints:
         handles.append(
             Line2D(
                 [],
@@ -239,20 +281,11 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
                 label="intermediate checkpoint, evaluated",
             )
         )
-    connections = {
-        "branch": ("-", "branch: optimizer and rate continue"),
-        "weights": (":", "finished weights, new optimizer"),
-    }
-    for start, (line, words) in connections.items():
-        if any(row.run.start == start for row in rows):
-            handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=line, label=words))
-    figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=min(len(handles), 5),
-        **{**LEGEND, "fontsize": 8},
-    )
-    return figure
+    starts = {row.run.start for row in rows}
+    for start, (line, label) in _CONNECTIONS.items():
+        if start in starts:
+            handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=line, label=label))
+    return handles
 
 
 def _row_positions(rows: list[DagRow]) -> list[float]:
@@ -270,7 +303,9 @@ def _row_positions(rows: list[DagRow]) -> list[float]:
     return positions
 
 
-def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
+def _compute_bar_outline(
+    row: DagRow, rates: LearningRateSchedule, first: int, last: int
+) -> tuple[Any, Any]:
     """Return x and half height of a bar over the steps first..last of a run.
 
     The height follows the learning rate.
@@ -278,11 +313,6 @@ def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
     import numpy as np
 
     model = row.run.model
-    steps = {"lr_warmup_iters": model.warmup, "lr_wsd_decay_iters": model.decay}
-    steps |= {"lr_warmup_fraction": None, "lr_wsd_decay_fraction": None}
-    rates = LearningRateSchedule.from_config(
-        replace(model.config.learning_rate, **steps), model.steps
-    )
     curve = np.linspace(
         model.last_undecayed_step, model.steps, 2 if rates.style == "linear" else 12
     )
@@ -294,23 +324,28 @@ def _compute_bar_outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
     return x + row.offset, 0.36 * np.maximum(0.12, np.minimum(rising, falling))
 
 
-def _choose_phase_colours(rows: list[DagRow]) -> Mapping[str, Any]:
+def _choose_phase_colours(rows: list[DagRow]) -> Mapping[str, str]:
     """Return the colour of each phase label.
 
     CLM is blue, MLM has shades of orange by mask ratio, and the rest has other colours.
     """
     from matplotlib.colors import to_hex, to_rgb
 
-    parts = {format_phase(phase): phase for row in rows for phase in row.run.model.phases}
+    phases = {format_phase(phase): phase for row in rows for phase in row.run.model.phases}
     masks = sorted(
-        (phase.parts[0][0].predicted, name)
-        for name, phase in parts.items()
-        if name.startswith("MLM ")
+        (phase.parts[0][0].predicted, label)
+        for label, phase in phases.items()
+        if _is_plain_mlm(phase)
     )
-    colours: dict[str, Any] = {"CLM": BLUE} if "CLM" in parts else {}
-    for index, (_, name) in enumerate(masks):
+    colours = {"CLM": BLUE} if "CLM" in phases else {}
+    for index, (_, label) in enumerate(masks):
         depth = 1.0 if len(masks) == 1 else 0.4 + 0.6 * index / (len(masks) - 1)
-        colours[name] = to_hex([1 - depth * (1 - channel) for channel in to_rgb(ORANGE)])
-    others = [name for name in parts if name not in colours]
-    spare = [colour for colour, _ in STYLES[2:6]] + ["#6A3D9A", "#8C8C8C"]
-    return colours | {name: spare[index % len(spare)] for index, name in enumerate(others)}
+        colours[label] = to_hex([1 - depth * (1 - channel) for channel in to_rgb(ORANGE)])
+    others = [label for label in phases if label not in colours]
+    return colours | dict(zip(others, itertools.cycle(_OTHER_COLOURS), strict=False))
+
+
+def _is_plain_mlm(phase: PhaseWork) -> bool:
+    """Return whether a phase is MLM without other options than a fixed mask ratio."""
+    match = _FIXED_MASK.fullmatch(phase.text)
+    return match is not None and match[1] == "mlm"
