@@ -131,16 +131,25 @@ def select_schedule_peers(
     return [*peers, *others]
 
 
-def _is_single_objective(model_key: ModelKey) -> bool:
-    """Return whether the model was trained with CLM only or MLM only, in one run.
+def is_from_scratch(model_key: ModelKey) -> bool:
+    """Return whether a finished model was trained with CLM, MLM or both, in one run.
 
-    The run must have gone on until the learning rate had decayed.
+    It is finished if the learning rate has decayed. Models with a schedule are excluded.
     """
-    return (
-        model_key.decayed
-        and not model_key.cpt_mlm_steps
-        and objective_name(model_key) in ("CLM", "MLM")
-    )
+    return model_key.decayed and not model_key.cpt_mlm_steps and not model_key.schedule
+
+
+def is_continued(model_key: ModelKey) -> bool:
+    """Return whether a model is a finished one of continued pretraining.
+
+    Models with a schedule are excluded.
+    """
+    return model_key.decayed and model_key.cpt_mlm_steps > 0 and not model_key.schedule
+
+
+def _is_single_objective(model_key: ModelKey) -> bool:
+    """Return whether a finished model was trained with CLM only or MLM only, in one run."""
+    return is_from_scratch(model_key) and objective_name(model_key) != "CLM + MLM"
 
 
 def group_by_setup(
@@ -160,20 +169,16 @@ def group_by_setup(
     """
     unique_keys = list(dict.fromkeys(model_keys))
     planned = list(planned)
-    decayed = [
-        model_key
-        for model_key in dict.fromkeys([*planned, *unique_keys])
-        if model_key.decayed and not model_key.schedule
-    ]
+    known_keys = [*planned, *unique_keys]
     sizes = sort_sizes(unique_keys, size_order)
     longest = {**_longest_budgets(unique_keys), **_longest_budgets(planned)}
     masks = {
         (model_key.size, model_key.steps, mask)
-        for model_key in decayed
-        if not model_key.cpt_mlm_steps and objective_name(model_key) == "CLM + MLM"
+        for model_key in known_keys
+        if is_from_scratch(model_key) and objective_name(model_key) == "CLM + MLM"
         for mask in (None, model_key.mask_ratio)
     }
-    parents = {parent_key(model_key) for model_key in decayed if model_key.cpt_mlm_steps}
+    parents = {parent_key(model_key) for model_key in known_keys if is_continued(model_key)}
     members_by_setup: dict[Setup, list[tuple[tuple, ModelKey]]] = {
         setup: [] for setup in SETUP_TITLES
     }
@@ -181,21 +186,19 @@ def group_by_setup(
         mask = math.inf if model_key.mask_ratio is None else model_key.mask_ratio
         kind = objective_name(model_key)
         base = _is_single_objective(model_key) and model_key.steps == longest[model_key.size]
-        usual = model_key.decayed and not model_key.schedule
-        first = not model_key.cpt_mlm_steps
-        scratch = first and (
+        scratch = is_from_scratch(model_key) and (
             (model_key.size, model_key.steps, model_key.mask_ratio) in masks
             or (_is_single_objective(model_key) and not base)
         )
         places: dict[Setup, tuple[bool, tuple]] = {
-            "base": (usual and base, (model_key.clm_steps, mask)),
+            "base": (base, (model_key.clm_steps, mask)),
             "efficiency": (
                 not model_key.decayed and not model_key.schedule,
                 (kind != "MLM", kind, mask, model_key.steps),
             ),
-            "pfs": (usual and scratch, (model_key.steps, mask, model_key.clm_steps)),
+            "pfs": (scratch, (model_key.steps, mask, model_key.clm_steps)),
             "cpt": (
-                usual and (not first or model_key in parents),
+                is_continued(model_key) or model_key in parents,
                 (model_key.clm_steps, model_key.mlm_steps, model_key.cpt_mlm_steps, mask),
             ),
             "other": (bool(model_key.schedule), (model_key.schedule, model_key.steps, mask)),
