@@ -23,6 +23,7 @@ from megaenc.study.report.figures.registry import (
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.pretrain_runs import flops_by_model
 from megaenc.study.results.published import published
+from megaenc.viz.style import STYLES
 
 MLM = parse_model_name("610m-mlm40-42k")
 CLM = ModelKey("610M", 42_000)
@@ -77,6 +78,18 @@ def test_mask_ratios_with_and_without_clm(ours):
     assert list(lines(picture)) == ["MLM only", "CLM 75, then MLM"]
     two_stage = ours.find(parse_model_name("mini-clm-75-mlm20-300"), "demo_sc")
     assert picture.panels[0].lines[1].points[0].mean == pytest.approx(100 * two_stage.mean)
+
+
+def test_every_length_of_clm_first_has_the_next_colour():
+    keys = [
+        ModelKey("1B", clm_steps, 42_000 - clm_steps, mask_ratio=ratio)
+        for clm_steps in (0, 2000, 10_000)
+        for ratio in (0.2, 0.4)
+    ]
+    picture = objectives.build_two_stage_mask_ratio_figure(made_of(*keys))
+    assert list(lines(picture)) == ["MLM only", "CLM 2k, then MLM", "CLM 10k, then MLM"]
+    looks = [(line.colour, line.marker) for line in lines(picture).values()]
+    assert looks == STYLES[:3]
 
 
 def test_efficiency_by_step_and_by_operations(ours, runs):

@@ -137,6 +137,7 @@ def build_family_figure(
     key: str,
     title: str,
     caption: str,
+    *,
     evidence: Evidence,
     series: FigureSeries,
     published: Evidence | None = None,

@@ -2,16 +2,15 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures.base import (
     OBJECTIVE_STYLES,
     FigureLine,
     FigurePanel,
-    FigureSeries,
     FigureSpec,
     build_family_figure,
     build_points,
@@ -27,12 +26,25 @@ from megaenc.study.results.groups import (
     format_percent,
     format_steps,
     group_by_recipe,
+    is_continued,
+    is_from_scratch,
     objective_name,
     parent_key,
     recipe_label,
     select_schedule_peers,
 )
 from megaenc.viz.style import BLUE, ORANGE, PURPLE, STYLES, assign_styles, format_tick
+
+# Tick labels are at whole numbers.
+_DATASET_DODGE = 0.14  # between the objectives of a data set
+_BUDGET_WIDTH = 0.8  # of the points of a budget
+
+
+class Budget(NamedTuple):
+    """Model size, and number of all its training steps."""
+
+    size: str
+    steps: int
 
 
 def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
@@ -76,9 +88,16 @@ def build_objectives_figure(evidence: Evidence, published: Evidence | None = Non
         )
         for name, members in models.items()
     ]
-    axis = {"dodge": 0.08, "ticks": dict(enumerate(sizes)), "x_label": "size of the model"}
     return build_family_figure(
-        key, title, f"Base models by size. {hidden}", evidence, series, published, **axis
+        key,
+        title,
+        f"Base models by size. {hidden}",
+        evidence=evidence,
+        series=series,
+        published=published,
+        dodge=0.08,
+        ticks=dict(enumerate(sizes)),
+        x_label="size of the model",
     )
 
 
@@ -91,33 +110,44 @@ def _build_dataset_panels(
         models: Models by legend name.
     """
     panels = []
-    for family, names in datasets_by_family(evidence.datasets()).items():
-        lines = []
-        for source, (index, (name, members)) in itertools.product(
-            (evidence, published), enumerate(models.items())
-        ):
-            for key in members if source is not None else ():
-                places = [
-                    (place + 0.14 * (index - 0.5), dataset, key)
-                    for place, dataset in enumerate(names)
-                ]
-                if points := build_points(source, family, places):
-                    light = source is published
-                    label = published_label(name) if light else name
-                    lines.append(
-                        FigureLine(
-                            label, *OBJECTIVE_STYLES[name], points, joined=False, light=light
-                        )
-                    )
+    for family, datasets in datasets_by_family(evidence.datasets()).items():
+        lines = _build_dataset_lines(evidence, published, models, family, datasets)
         if lines:
-            ticks = {place: dataset_label(family, dataset) for place, dataset in enumerate(names)}
+            ticks = {place: dataset_label(family, name) for place, name in enumerate(datasets)}
             title = (
                 FAMILY_LABELS.get(family, family)
-                if len(names) > 1
-                else panel_title(family, names[0])
+                if len(datasets) > 1
+                else panel_title(family, datasets[0])
             )
             panels.append(FigurePanel(title, tuple(lines), "", ticks=ticks))
     return tuple(panels)
+
+
+def _build_dataset_lines(
+    evidence: Evidence,
+    published: Evidence | None,
+    models: dict[str, list[ModelKey]],
+    family: str,
+    datasets: list[str],
+) -> list[FigureLine]:
+    """Build the points of each model on the data sets of a family, published ones last."""
+    lines = []
+    for source in (evidence, published):
+        if source is None:
+            continue
+        light = source is published
+        for index, (name, members) in enumerate(models.items()):
+            label = published_label(name) if light else name
+            shift = _DATASET_DODGE * (index - 0.5)
+            for model_key in members:
+                places = [
+                    (place + shift, dataset, model_key) for place, dataset in enumerate(datasets)
+                ]
+                points = build_points(source, family, places)
+                if points:
+                    style = OBJECTIVE_STYLES[name]
+                    lines.append(FigureLine(label, *style, points, joined=False, light=light))
+    return lines
 
 
 def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
@@ -138,23 +168,19 @@ def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = Non
     ]
     if len({model_key.mask_ratio for model_key in base}) < 2:
         return FigureSpec(key, title, "No size has MLM models of two mask ratios with scores yet.")
-    style = assign_styles(evidence.sort_sizes(base))
-    series = [
-        (
-            size,
-            line_style,
-            _place_by_mask_ratio(model_key for model_key in base if model_key.size == size),
-        )
-        for size, line_style in style.items()
-    ]
-    return build_family_figure(
+    lines = {
+        size: [model_key for model_key in base if model_key.size == size]
+        for size in evidence.sort_sizes(base)
+    }
+    return _build_ratio_figure(
         key,
         title,
         "MLM base models of each size.",
-        evidence,
-        series,
-        published,
-        **_build_mask_ratio_axis(series),
+        evidence=evidence,
+        lines=lines,
+        styles=STYLES,
+        published=published,
+        x_label="tokens hidden",
     )
 
 
@@ -171,58 +197,84 @@ def build_two_stage_mask_ratio_figure(
     """
     key = "mask-ratios-with-clm"
     title = "Mask ratios, with and without CLM first"
-    groups: dict[tuple[str, int, int], list[ModelKey]] = defaultdict(list)
+    groups: dict[tuple[Budget, int], list[ModelKey]] = defaultdict(list)
     for model_key in evidence.model_keys():
-        if (
-            model_key.decayed
-            and not model_key.cpt_mlm_steps
-            and objective_name(model_key) in ("MLM", "CLM + MLM")
-        ):
-            groups[model_key.size, model_key.steps, model_key.clm_steps].append(model_key)
+        if is_from_scratch(model_key) and objective_name(model_key) != "CLM":
+            budget = Budget(model_key.size, model_key.steps)
+            groups[budget, model_key.clm_steps].append(model_key)
     several = {
-        where: models
-        for where, models in groups.items()
+        group: models
+        for group, models in groups.items()
         if len({model_key.mask_ratio for model_key in models}) > 1
     }
-    with_clm = [where for where in several if where[2] and (*where[:2], 0) in several]
+    with_clm = [
+        (budget, clm_steps) for budget, clm_steps in several if clm_steps and (budget, 0) in several
+    ]
     if not with_clm:
         return FigureSpec(
             key,
             title,
             "No budget has models of two mask ratios both with CLM first and without, with scores.",
         )
-    named = len({where[:2] for where in with_clm}) > 1
-    series: dict[str, tuple] = {}
-    colours = itertools.cycle(STYLES)
-    for size, steps, first in with_clm:
-        for clm_steps in (0, first):
-            members = several[size, steps, clm_steps]
-            name = f"CLM {format_steps(clm_steps)}, then MLM" if clm_steps else "MLM only"
-            name += f" ({size}, {format_steps(steps)} steps)" if named else ""
-            style = (
-                next(colours) if len(with_clm) > 1 else OBJECTIVE_STYLES[objective_name(members[0])]
-            )
-            series.setdefault(name, (name, style, _place_by_mask_ratio(members)))
-    axis = _build_mask_ratio_axis([*series.values()]) | {"x_label": "tokens hidden in MLM"}
-    return build_family_figure(
-        key, title, "Models of the same budget.", evidence, [*series.values()], published, **axis
+    budgets = {budget for budget, _ in with_clm}
+    lines: dict[str, list[ModelKey]] = {}
+    for budget, first in with_clm:
+        place = _if_several(f" ({budget.size}, {format_steps(budget.steps)} steps)", budgets)
+        lines[f"MLM only{place}"] = several[budget, 0]
+        lines[f"CLM {format_steps(first)}, then MLM{place}"] = several[budget, first]
+    styles = STYLES
+    if len(with_clm) == 1:
+        styles = [OBJECTIVE_STYLES["MLM"], OBJECTIVE_STYLES["CLM + MLM"]]
+    return _build_ratio_figure(
+        key,
+        title,
+        "Models of the same budget.",
+        evidence=evidence,
+        lines=lines,
+        styles=styles,
+        published=published,
+        x_label="tokens hidden in MLM",
     )
 
 
-def _place_by_mask_ratio(models: Iterable[ModelKey]) -> list[tuple[float, ModelKey]]:
-    """Return (mask ratio in percent, model) of each model."""
-    return [(100 * model_key.mask_ratio, model_key) for model_key in models]
+def _build_ratio_figure(
+    key: str,
+    title: str,
+    caption: str,
+    *,
+    evidence: Evidence,
+    lines: Mapping[str, list[ModelKey]],
+    styles: list[tuple[str, str]],
+    published: Evidence | None,
+    x_label: str,
+) -> FigureSpec:
+    """Build a figure of scores over the mask ratio in percent.
+
+    Args:
+        lines: Models of each line by its name.
+        styles: Colour and marker of each line; they repeat.
+    """
+    series = [
+        (name, style, [(100 * model_key.mask_ratio, model_key) for model_key in models])
+        for (name, models), style in zip(lines.items(), itertools.cycle(styles), strict=False)
+    ]
+    ratios = sorted({model_key.mask_ratio for models in lines.values() for model_key in models})
+    return build_family_figure(
+        key,
+        title,
+        caption,
+        evidence=evidence,
+        series=series,
+        published=published,
+        dodge=100 * (ratios[-1] - ratios[0]) / 60,
+        ticks={100 * ratio: format_percent(ratio) for ratio in ratios},
+        x_label=x_label,
+    )
 
 
-def _build_mask_ratio_axis(series: FigureSeries) -> dict[str, Any]:
-    """Return the fields of the x axis, and the dodge between series, for mask ratios."""
-    ratios = sorted({model_key.mask_ratio for *_, places in series for _, model_key in places})
-    ticks = {100 * ratio: format_percent(ratio) for ratio in ratios}
-    return {
-        "dodge": 100 * (ratios[-1] - ratios[0]) / 60,
-        "ticks": ticks,
-        "x_label": "tokens hidden",
-    }
+def _if_several(text: str, values: Collection) -> str:
+    """Return the part `text` of a legend name, or "" if it would be the same in all."""
+    return text if len(values) > 1 else ""
 
 
 def build_step_efficiency_figure(
@@ -242,13 +294,15 @@ def build_step_efficiency_figure(
         if not model_key.decayed
     }
     steps = sorted(set(places.values()))
-    axis = {
-        "x_label": "step",
-        "unit": "steps",
-        "ticks": {place: format_tick(place) for place in steps} if len(steps) <= 8 else None,
-    }
     return _build_efficiency_figure(
-        "efficiency-steps", "Data efficiency by step", evidence, published, places, **axis
+        "efficiency-steps",
+        "Data efficiency by step",
+        evidence=evidence,
+        published=published,
+        places=places,
+        x_label="step",
+        unit="steps",
+        ticks={place: format_tick(place) for place in steps} if len(steps) <= 8 else None,
     )
 
 
@@ -275,45 +329,70 @@ def build_flop_efficiency_figure(
             "shapes."
         )
         return FigureSpec(key, title, why)
-    axis = {"x_label": "FLOPs of the matrix products", "unit": "operations"}
-    return _build_efficiency_figure(key, title, evidence, published, places, **axis)
+    return _build_efficiency_figure(
+        key,
+        title,
+        evidence=evidence,
+        published=published,
+        places=places,
+        x_label="FLOPs of the matrix products",
+        unit="operations",
+    )
 
 
 def _build_efficiency_figure(
     key: str,
     title: str,
+    *,
     evidence: Evidence,
     published: Evidence | None,
     places: Mapping[ModelKey, float],
-    **axis,
+    **axis: Any,
 ) -> FigureSpec:
     """Build the figure of intermediate checkpoints at the given x positions.
 
     There is a line per objective, mask ratio and size.
+
+    Args:
+        places: X position of each checkpoint.
+        axis: Further fields of FigurePanel.
     """
     if len(set(places.values())) < 2:
         return FigureSpec(key, title, "Fewer than two intermediate checkpoints have scores.")
     sizes = evidence.sort_sizes(places)
     masks = {model_key.mask_ratio for model_key in places if model_key.mask_ratio is not None}
+    order = sorted(
+        places,
+        key=lambda model_key: (
+            objective_name(model_key) != "MLM",
+            objective_name(model_key),
+            model_key.mask_ratio or 0,
+            sizes.index(model_key.size),
+        ),
+    )
     groups: dict[tuple[str, float | None, str], list[tuple[float, ModelKey]]] = defaultdict(list)
-    for model_key, x in places.items():
-        groups[objective_name(model_key), model_key.mask_ratio, model_key.size].append(
-            (x, model_key)
-        )
+    for model_key in order:
+        group = (objective_name(model_key), model_key.mask_ratio, model_key.size)
+        groups[group].append((places[model_key], model_key))
     series = []
-    for kind in sorted(
-        groups, key=lambda kind: (kind[0] != "MLM", kind[0], kind[1] or 0, sizes.index(kind[2]))
-    ):
-        name, mask, size = kind
+    for (name, mask, size), members in groups.items():
         colour, marker = OBJECTIVE_STYLES.get(name, (PURPLE, "D"))
-        label = name + (f" {format_percent(mask)}" if mask is not None and len(masks) > 1 else "")
         if len(sizes) > 1:
-            label = f"{label}, {size}"
             _, marker = STYLES[sizes.index(size) % len(STYLES)]
-        series.append((label, (colour, marker), groups[kind]))
-    log = max(places.values()) >= 8 * min(places.values())
-    caption = "Intermediate checkpoints, before the learning rate decays."
-    return build_family_figure(key, title, caption, evidence, series, published, log=log, **axis)
+        if mask is not None:
+            name += _if_several(f" {format_percent(mask)}", masks)
+        name += _if_several(f", {size}", sizes)
+        series.append((name, (colour, marker), members))
+    return build_family_figure(
+        key,
+        title,
+        "Intermediate checkpoints, before the learning rate decays.",
+        evidence=evidence,
+        series=series,
+        published=published,
+        log=max(places.values()) >= 8 * min(places.values()),
+        **axis,
+    )
 
 
 def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
@@ -328,21 +407,16 @@ def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None
     key = "clm-shares"
     title = "CLM share at each budget"
     mask = evidence.reference_mask_ratio
-    budgets: dict[tuple[str, int], list[tuple[float, ModelKey]]] = defaultdict(list)
+    groups: dict[Budget, list[tuple[float, ModelKey]]] = defaultdict(list)
     for model_key in evidence.model_keys():
-        if (
-            model_key.decayed
-            and not model_key.cpt_mlm_steps
-            and not model_key.schedule
-            and model_key.mask_ratio in (None, mask)
-        ):
-            budgets[model_key.size, model_key.steps].append((100 * model_key.clm_share, model_key))
-    for where, members in list(budgets.items()):
-        if (
-            not any(objective_name(model_key) == "CLM + MLM" for _, model_key in members)
-            or len({percent for percent, _ in members}) < 2
-        ):
-            del budgets[where]
+        if is_from_scratch(model_key) and model_key.mask_ratio in (None, mask):
+            budget = Budget(model_key.size, model_key.steps)
+            groups[budget].append((100 * model_key.clm_share, model_key))
+    budgets = {}
+    for budget, places in groups.items():
+        percents = {percent for percent, _ in places}
+        if len(percents) > 1 and any(0 < percent < 100 for percent in percents):
+            budgets[budget] = places
     if not budgets:
         return FigureSpec(
             key,
@@ -350,23 +424,28 @@ def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None
             "No two-stage model (CLM, then MLM) and another model of the same budget have scores.",
         )
     names = _name_budgets(evidence, budgets)
-    style = assign_styles(list(names.values()))
-    series = [(name, style[name], budgets[where]) for where, name in names.items()]
-    ticks = {float(percent): f"{percent} %" for percent in (0, 25, 50, 75, 100)}
-    axis = {"dodge": 1.2, "ticks": ticks, "x_label": "share of CLM steps, before MLM"}
-    caption = f"From MLM only to CLM only; MLM hides {format_percent(mask)} of the tokens."
-    return build_family_figure(key, title, caption, evidence, series, published, **axis)
+    styles = assign_styles(list(names.values()))
+    series = [(name, styles[name], budgets[budget]) for budget, name in names.items()]
+    return build_family_figure(
+        key,
+        title,
+        f"From MLM only to CLM only; MLM hides {format_percent(mask)} of the tokens.",
+        evidence=evidence,
+        series=series,
+        published=published,
+        dodge=1.2,
+        ticks={float(percent): f"{percent} %" for percent in (0, 25, 50, 75, 100)},
+        x_label="share of CLM steps, before MLM",
+    )
 
 
-def _name_budgets(
-    evidence: Evidence, budgets: Collection[tuple[str, int]]
-) -> dict[tuple[str, int], str]:
-    """Return a distinct legend name for each (size, steps), in order of both."""
-    sizes = evidence.sort_sizes(ModelKey(size) for size, _ in budgets)
-    order = sorted(budgets, key=lambda where: (sizes.index(where[0]), where[1]))
+def _name_budgets(evidence: Evidence, budgets: Collection[Budget]) -> dict[Budget, str]:
+    """Return a distinct legend name for each budget, in order of size and steps."""
+    sizes = evidence.sort_sizes(ModelKey(budget.size) for budget in budgets)
+    order = sorted(budgets, key=lambda budget: (sizes.index(budget.size), budget.steps))
     return {
-        (size, steps): f"{format_steps(steps)} steps" + (f", {size}" if len(sizes) > 1 else "")
-        for size, steps in order
+        budget: f"{format_steps(budget.steps)} steps" + _if_several(f", {budget.size}", sizes)
+        for budget in order
     }
 
 
@@ -384,49 +463,52 @@ def build_continued_pretraining_figure(
     key = "continued-pretraining"
     title = "Continued pretraining by length"
     model_keys = evidence.model_keys()
-    groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
-    for model_key in model_keys:
-        if model_key.cpt_mlm_steps and model_key.decayed and not model_key.schedule:
-            parent = parent_key(model_key)
-            members = groups[
-                replace(parent, seed=1), model_key.mask_ratio
-            ]  # one line for all seeds of a model
-            members.append(model_key)
-            if parent in model_keys and parent not in members:
-                members.append(parent)
-    if not groups:
+    continued = list(filter(is_continued, model_keys))
+    if not continued:
         return FigureSpec(key, title, "No model of continued pretraining has a score yet.")
-    sizes = evidence.sort_sizes(parent for parent, _ in groups)
-    masks = {mask for _, mask in groups}
-    order = sorted(
-        groups,
-        key=lambda key: (sizes.index(key[0].size), key[0].clm_steps > 0, key[0].steps, key[1]),
+    sizes = evidence.sort_sizes(continued)
+    continued.sort(
+        key=lambda model_key: (
+            sizes.index(model_key.size),
+            model_key.clm_steps > 0,
+            parent_key(model_key).steps,
+            model_key.mask_ratio,
+        )
     )
-    kinds = [objective_name(parent) for parent, _ in order]
-    names = [f"from {kind}" for kind in kinds]
-    line_styles = [OBJECTIVE_STYLES.get(kind) for kind in kinds]
-    if len(set(kinds)) < len(kinds):  # the objective is not unique
-        for index, (parent, mask) in enumerate(order):
-            names[index] += f" {format_steps(parent.steps)}" + (
-                f", {parent.size}" if len(sizes) > 1 else ""
-            )
-            names[index] += f", {format_percent(mask)} hidden" if len(masks) > 1 else ""
-        line_styles = [assign_styles(names)[name] for name in names]
-    places = (
-        [(model_key.cpt_mlm_steps, model_key) for model_key in groups[where]] for where in order
-    )
-    series = list(zip(names, line_styles, places, strict=True))
+    groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
+    for model_key in continued:
+        parent = parent_key(model_key)
+        # One line for all seeds of a model.
+        members = groups[replace(parent, seed=1), model_key.mask_ratio]
+        members.append(model_key)
+        if parent in model_keys and parent not in members:
+            members.append(parent)
+    names = [f"from {objective_name(parent)}" for parent, _ in groups]
+    styles = {f"from {objective}": style for objective, style in OBJECTIVE_STYLES.items()}
+    if len(set(names)) < len(names):  # the objective is not unique
+        masks = {mask for _, mask in groups}
+        for index, (parent, mask) in enumerate(groups):
+            names[index] += f" {format_steps(parent.steps)}"
+            names[index] += _if_several(f", {parent.size}", sizes)
+            names[index] += _if_several(f", {format_percent(mask)} hidden", masks)
+        styles = assign_styles(names)
+    series = [
+        (name, styles[name], [(model_key.cpt_mlm_steps, model_key) for model_key in members])
+        for name, members in zip(names, groups.values(), strict=True)
+    ]
     lengths = sorted(
         {model_key.cpt_mlm_steps for members in groups.values() for model_key in members}
     )
-    ticks = {float(steps): format_steps(steps) for steps in lengths}
-    axis = {
-        "dodge": lengths[-1] / 70,
-        "ticks": ticks,
-        "x_label": "MLM steps after the finished model",
-    }
     return build_family_figure(
-        key, title, "Finished, decayed models are at 0.", evidence, series, published, **axis
+        key,
+        title,
+        "Finished, decayed models are at 0.",
+        evidence=evidence,
+        series=series,
+        published=published,
+        dodge=lengths[-1] / 70,
+        ticks={float(steps): format_steps(steps) for steps in lengths},
+        x_label="MLM steps after the finished model",
     )
 
 
@@ -451,18 +533,19 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
     recipes = group_by_recipe(select_schedule_peers(evidence.model_keys(), mask))
     if not any(recipe.schedule for recipe in recipes):
         return None
-    budgets: dict[tuple[str, int], list[ModelKey]] = defaultdict(list)
+    budgets: dict[Budget, list[ModelKey]] = defaultdict(list)
     for recipe in recipes:
-        budgets[recipe.size, recipe.steps].append(recipe)
+        budgets[Budget(recipe.size, recipe.steps)].append(recipe)
     names = _name_budgets(evidence, budgets)
     placed: dict[str, list[tuple[float, ModelKey]]] = defaultdict(list)
-    for index, where in enumerate(names):
+    for index, budget in enumerate(names):
         labels = sorted(
-            map(recipe_label, budgets[where]), key=lambda label: label not in _PLAIN_STYLES
+            map(recipe_label, budgets[budget]), key=lambda label: label not in _PLAIN_STYLES
         )
-        for recipe in budgets[where]:
-            place = index + 0.8 * ((labels.index(recipe_label(recipe)) + 0.5) / len(labels) - 0.5)
-            placed[recipe_label(recipe)] += [(place, key) for key in recipes[recipe]]
+        for recipe in budgets[budget]:
+            label = recipe_label(recipe)
+            place = index + _BUDGET_WIDTH * ((labels.index(label) + 0.5) / len(labels) - 0.5)
+            placed[label] += [(place, model_key) for model_key in recipes[recipe]]
     order = [
         *(label for label in _PLAIN_STYLES if label in placed),
         *(label for label in placed if label not in _PLAIN_STYLES),
@@ -475,7 +558,13 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
         f"Models with other schedules, and CLM and MLM{hidden} models of as many steps, or of any "
         "number of steps if there are none."
     )
-    axis = {"ticks": ticks, "x_label": "optimizer steps in all", "joined": False}
     return build_family_figure(
-        "other-schedules", "Other schedules", caption, evidence, series, **axis
+        "other-schedules",
+        "Other schedules",
+        caption,
+        evidence=evidence,
+        series=series,
+        joined=False,
+        ticks=ticks,
+        x_label="optimizer steps in all",
     )

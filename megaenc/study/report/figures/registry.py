@@ -228,13 +228,15 @@ def build_rate_figure(evidence: Evidence) -> FigureSpec:
                 rate: format_learning_rate(rate).replace("e-0", "e-")
                 for rate in sorted({p.x for line in lines for p in line.points})
             }
-            axis = {
-                "x_label": "learning rate of the fine-tuning",
-                "y_label": "points below own best",
-                "log": True,
-            }
             panels.append(
-                FigurePanel(panel_title(family, dataset), tuple(lines), ticks=ticks, **axis)
+                FigurePanel(
+                    panel_title(family, dataset),
+                    tuple(lines),
+                    "learning rate of the fine-tuning",
+                    "points below own best",
+                    ticks=ticks,
+                    log=True,
+                )
             )
     if not panels:
         why = (
