@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaenc.counter_rng import SampleRandomness
-from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.packing.packed_dataset import Pack, concat_ranges
 from megaenc.objectives.base import option
 from megaenc.objectives.masking import MaskedLanguageModeling
 from megaenc.objectives.registry import register
@@ -86,7 +86,7 @@ def _cut_randomly(totals: np.ndarray, part_counts: np.ndarray, draws: np.ndarray
         draws: Uniform numbers, at least one for each item.
     """
     group_of = np.repeat(np.arange(len(totals)), totals)
-    offset = np.arange(len(group_of)) - (np.cumsum(totals) - totals)[group_of]
+    offset = concat_ranges(totals)
     # The items with the lowest draws start a part; the first item comes last: no cut before it.
     order = np.lexsort((np.where(offset == 0, 2.0, draws[: len(group_of)]), group_of))
     is_cut = np.zeros(len(group_of), dtype=bool)
@@ -106,7 +106,6 @@ def _rotate(pattern: np.ndarray, counts: np.ndarray, distances: np.ndarray) -> n
         counts: Number of tokens of each document.
         distances: Number of places by which to rotate each document.
     """
-    starts = np.repeat(np.cumsum(counts) - counts, counts)
-    offset = np.arange(len(pattern)) - starts
+    offset = concat_ranges(counts)
     rotated = (offset + np.repeat(distances, counts)) % np.repeat(counts, counts)
-    return pattern[starts + rotated]
+    return pattern[np.arange(len(pattern)) - offset + rotated]
