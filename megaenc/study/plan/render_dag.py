@@ -182,14 +182,16 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
             )
         _draw_run(panel, row, y, colours)
     run_places = {row.run.name: (row.offset, y) for row, y in zip(rows, positions, strict=True)}
-    checkpoints = []
+    checkpoint_steps = []
+    checkpoint_positions = []
     for export in graph.exports.values():
         if not export.key.decayed:
             offset, y = run_places[export.run]
-            checkpoints.append((offset + export.step, y))
+            checkpoint_steps.append(offset + export.step)
+            checkpoint_positions.append(y)
     panel.scatter(
-        [x for x, _ in checkpoints],
-        [y for _, y in checkpoints],
+        checkpoint_steps,
+        checkpoint_positions,
         s=14,
         zorder=3,
         facecolor="white",
@@ -198,7 +200,7 @@ def draw_graph(graph: StageGraph, title: str) -> Any:
     )
     _style_panel(panel, max(row.end for row in rows), positions[-1])
     panel.set_title(title, loc="left", fontsize=11, pad=10)
-    handles = _build_legend(rows, colours, bool(checkpoints))
+    handles = _build_legend(rows, colours, bool(checkpoint_steps))
     figure.legend(
         handles=handles,
         loc="outside lower left",

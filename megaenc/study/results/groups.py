@@ -148,7 +148,7 @@ def is_continued(model_key: ModelKey) -> bool:
 
 
 def _is_single_objective(model_key: ModelKey) -> bool:
-    """Return whether a finished model was trained with CLM only or MLM only, in one run."""
+    """Return whether a finished model was trained in one run, only CLM or only MLM."""
     return is_from_scratch(model_key) and objective_name(model_key) != "CLM + MLM"
 
 

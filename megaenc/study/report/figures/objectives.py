@@ -130,7 +130,7 @@ def _build_dataset_lines(
     family: str,
     datasets: list[str],
 ) -> list[FigureLine]:
-    """Build the points of each model on the data sets of a family, published ones last."""
+    """Build the lines of a panel, one per model, those of published scores last."""
     lines = []
     for source in (evidence, published):
         if source is None:
@@ -546,12 +546,10 @@ def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
             label = recipe_label(recipe)
             place = index + _BUDGET_WIDTH * ((labels.index(label) + 0.5) / len(labels) - 0.5)
             placed[label] += [(place, model_key) for model_key in recipes[recipe]]
-    order = [
-        *(label for label in _PLAIN_STYLES if label in placed),
-        *(label for label in placed if label not in _PLAIN_STYLES),
-    ]
-    free = itertools.cycle(style for style in STYLES if style[0] not in (BLUE, ORANGE))
-    series = [(label, _PLAIN_STYLES.get(label) or next(free), placed[label]) for label in order]
+    others = [label for label in placed if label not in _PLAIN_STYLES]
+    free_styles = [style for style in STYLES if style[0] not in (BLUE, ORANGE)]
+    styles = _PLAIN_STYLES | dict(zip(others, itertools.cycle(free_styles), strict=False))
+    series = [(label, style, placed[label]) for label, style in styles.items() if label in placed]
     ticks = {float(index): name.removesuffix(" steps") for index, name in enumerate(names.values())}
     hidden = "" if mask is None else f" ({format_percent(mask)} hidden)"
     caption = (
