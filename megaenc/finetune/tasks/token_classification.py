@@ -193,12 +193,10 @@ def tag_f1(gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]) -> np.nd
     """
     scores = np.zeros(len(gold))
     for index, (gold_tags, predicted_tags) in enumerate(zip(gold, predicted, strict=True)):
-        size = int(max(gold_tags.max(), predicted_tags.max())) + 1
-        gold_counts = np.bincount(gold_tags, minlength=size)
-        predicted_counts = np.bincount(predicted_tags, minlength=size)
-        hits = np.bincount(gold_tags[gold_tags == predicted_tags], minlength=size)
-        present = gold_counts + predicted_counts > 0
-        scores[index] = (2 * hits[present] / (gold_counts + predicted_counts)[present]).mean()
+        counts = np.bincount(np.concatenate([gold_tags, predicted_tags]))
+        hits = np.bincount(gold_tags[gold_tags == predicted_tags], minlength=len(counts))
+        present = counts > 0
+        scores[index] = (2 * hits[present] / counts[present]).mean()
     return scores
 
 
