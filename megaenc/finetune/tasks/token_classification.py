@@ -87,7 +87,9 @@ class TokenClassification(FinetuneTask):
             NonFinitePredictionError: A prediction is NaN or inf.
         """
         gold = [np.array(example.tags) for example in examples]
-        predicted = self._predict_tags(model, data, examples)
+        predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
+        for row, logits in self.predict_texts(model, data):
+            predicted[row] = self.tag_words(logits, data, row, len(examples[row].words))
         counts = count_spans(self._name_tags(gold), self._name_tags(predicted))
         return Scores.from_examples(
             tag_f1(gold, predicted),
@@ -98,15 +100,6 @@ class TokenClassification(FinetuneTask):
             baseline=self._score_baseline(examples, gold),
             metrics=span_f1(counts),
         )
-
-    def _predict_tags(
-        self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]
-    ) -> list[np.ndarray]:
-        """Return the predicted tag indices of each sentence, int64[words]."""
-        predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
-        for row, logits in self.predict_texts(model, data):
-            predicted[row] = self.tag_words(logits, data, row, len(examples[row].words))
-        return predicted
 
     def _score_baseline(
         self, examples: list[TaggedWords], gold: list[np.ndarray]

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+from collections import Counter
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -114,7 +115,7 @@ def _describe_hardware() -> str:
     names: list[str] = []
     with contextlib.suppress(InputError):  # a stage that needs them reports the error
         names = accelerator_names()
-    counted_names = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    counted_names = [f"{count} x {name}" for name, count in Counter(names).items()]
     return ", ".join(
         [
             *counted_names,

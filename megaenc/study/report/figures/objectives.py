@@ -20,7 +20,7 @@ from megaenc.study.report.figures.base import (
 )
 from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.groups import (
-    FAMILY_LABELS,
+    AVERAGE,
     dataset_label,
     datasets_by_family,
     format_percent,
@@ -114,11 +114,7 @@ def _build_dataset_panels(
         lines = _build_dataset_lines(evidence, published, models, family, datasets)
         if lines:
             ticks = {place: dataset_label(family, name) for place, name in enumerate(datasets)}
-            title = (
-                FAMILY_LABELS.get(family, family)
-                if len(datasets) > 1
-                else panel_title(family, datasets[0])
-            )
+            title = panel_title(family, AVERAGE if len(datasets) > 1 else datasets[0])
             panels.append(FigurePanel(title, tuple(lines), "", ticks=ticks))
     return tuple(panels)
 
