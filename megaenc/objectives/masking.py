@@ -46,8 +46,7 @@ class Masking(Objective):
     """
 
     attention = Attention.BIDIRECTIONAL
-    requires_span: ClassVar[bool] = False
-    """Whether `span` cannot be 0."""
+    _requires_span: ClassVar[bool] = False  # whether `span` cannot be 0
 
     mask: float = option(0.4, "share of the tokens to predict", above=0, high=1)
     random: float = option(0.0, "share of these that become a random token", low=0, high=1)
@@ -74,7 +73,7 @@ class Masking(Objective):
             expected = "0: every token is hidden"
             if self.mask < 1:
                 shortest = math.ceil(1000 / (1 - self.mask) - 1e-6) / 1000
-                expected = f"{'' if self.requires_span else '0 or '}from {shortest:g} up"
+                expected = f"{'' if self._requires_span else '0 or '}from {shortest:g} up"
             raise OptionError(
                 self.name,
                 "span",
@@ -94,7 +93,7 @@ class Masking(Objective):
                 self.name,
                 "unit",
                 f"found {self.unit} with span={self.span:g}, expected token"
-                + ("" if self.requires_span else ", or no span"),
+                + ("" if self._requires_span else ", or no span"),
             )
         if self.unit == "word":
             if self.vocabulary.fingerprint and not self.vocabulary.word_codes:

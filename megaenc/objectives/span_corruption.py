@@ -30,7 +30,7 @@ class SpanCorruption(MaskedLanguageModeling):
     """
 
     name = "span_corruption"
-    requires_span = True
+    _requires_span = True
 
     mask: float = option(0.15, "share of the tokens to predict", above=0, below=1)
     span: float = option(3.0, "mean length of hidden spans", low=1)
