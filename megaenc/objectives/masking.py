@@ -8,7 +8,6 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
@@ -46,7 +45,7 @@ class Masking(Objective):
     """
 
     attention = Attention.BIDIRECTIONAL
-    _requires_span: ClassVar[bool] = False  # whether `span` cannot be 0
+    _requires_span = False  # whether `span` cannot be 0
 
     mask: float = option(0.4, "share of the tokens to predict", above=0, high=1)
     random: float = option(0.0, "share of these that become a random token", low=0, high=1)
