@@ -203,12 +203,12 @@ def convert_write_errors(
 
     Args:
         path: File or directory that is written, which the error names.
-        errnos: OSErrors to convert; none: all. On a full disk any error is converted, as libraries
-            that write files themselves (tokenizers, torch) raise errors without a number.
+        errnos: OSErrors to convert; none: all. On a full disk errors of other types are converted
+            too, as libraries that write files (tokenizers, torch) raise errors without a number.
         kind: Class of the error; an InputError of another class becomes one, with its message.
         name_host: Whether the message names this machine.
-        final_paths: Final path by temporary file. An OSError about such a file is converted even if
-            `errnos` lacks its number, and the message then names the final path.
+        final_paths: Final path by temporary file. An OSError about such a file is always converted,
+            and the message names the final path in place of `path`.
     """
     try:
         yield
@@ -223,15 +223,15 @@ def convert_write_errors(
             cause = error.__context__
         is_os_error = isinstance(cause, OSError)
         final_path = (final_paths or {}).get(str(cause.filename)) if is_os_error else None
-        if is_os_error and (cause.errno in errnos or not errnos):
+        if final_path is not None:
+            path = final_path
+            reason = cause.strerror
+        elif is_os_error and (cause.errno in errnos or not errnos):
             reason = cause.strerror
         elif os.strerror(errno.ENOSPC) in str(error) or (
             not isinstance(error, OSError) and _is_disk_full(path)
         ):
             reason = os.strerror(errno.ENOSPC)
-        elif final_path is not None:
-            path = final_path
-            reason = cause.strerror
         else:
             raise
         place = f"{path} on {socket.gethostname()}" if name_host else path

@@ -275,6 +275,29 @@ def test_an_error_of_torchs_writer_has_the_reason_of_its_cause(tmp_path):
             raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904
 
 
+@pytest.mark.parametrize("errnos", [(), (errno.EACCES,), (errno.ENOENT,)])
+def test_an_error_about_a_temporary_file_names_the_final_path(tmp_path, errnos):
+    temporary = tmp_path / "a.tmp"
+    final_paths = {str(temporary): tmp_path / "a"}
+    line = f"^{tmp_path}/a: cannot be written to: Permission denied$"
+    with (
+        pytest.raises(InputError, match=line),
+        convert_write_errors(tmp_path, *errnos, final_paths=final_paths),
+    ):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(temporary))
+
+
+def test_on_a_full_disk_only_an_os_error_that_is_not_asked_for_passes(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(f_blocks=8, f_bavail=0))
+    with pytest.raises(FileNotFoundError), convert_write_errors(tmp_path, errno.ENOSPC):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "other")
+    with (
+        pytest.raises(InputError, match="No space left"),
+        convert_write_errors(tmp_path, errno.ENOSPC),
+    ):
+        raise ValueError("bad merges")
+
+
 def test_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced = []
     rename = os.rename
