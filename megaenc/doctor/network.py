@@ -208,32 +208,35 @@ def check_gloo_interface(
 ) -> Finding:
     """Return a finding on the interface that gloo chooses.
 
-    It is a problem if the interface is not up, or is lo in a job on several nodes.
+    It is a problem if an interface of `ifname` is not up, or if one is lo in a job on several nodes
+    (`is_multi_node`). A host name that leads to no address of this machine counts as lo.
 
     Args:
-        ifname: Value of GLOO_SOCKET_IFNAME; None or "": gloo takes the interface of the host name.
+        ifname: Value of GLOO_SOCKET_IFNAME, names separated by commas; None or "": gloo takes the
+            interface of the host name.
         usable: Names of interfaces that are up and have an address.
         host_addresses: IPv4 addresses of the host name.
         interface_by_address: Interface name of each address of this machine.
     """
     label = "gloo meets over"
     if ifname:
-        missing = [name for name in ifname.split(",") if name not in usable]
+        names = ifname.split(",")
+        missing = [name for name in names if name not in usable]
         if missing:
             advice = f"GLOO_SOCKET_IFNAME={ifname}: name one of {', '.join(usable)}"
             return problem(label, f"{', '.join(missing)}, which is not up", advice)
-        return ok(label, f"{ifname}, by GLOO_SOCKET_IFNAME")
-    real = next(
-        (address for address in host_addresses if interface_by_address.get(address, "lo") != "lo"),
-        None,
-    )
-    if real:
-        return ok(
-            label,
-            f"{interface_by_address[real]}, the interface of {real}, to which the host name "
-            "resolves",
-        )
-    text = f"lo: the host name resolves to {', '.join(host_addresses) or 'no address'}"
+        text = f"{ifname}, by GLOO_SOCKET_IFNAME"
+        if "lo" not in names:
+            return ok(label, text)
+    else:
+        for address in host_addresses:
+            interface = interface_by_address.get(address, "lo")
+            if interface != "lo":
+                return ok(
+                    label,
+                    f"{interface}, the interface of {address}, to which the host name resolves",
+                )
+        text = f"lo: the host name resolves to {', '.join(host_addresses) or 'no address'}"
     if not is_multi_node():
         return ok(label, f"{text}; enough on one node")
     interface = next((name for name in usable if not name.startswith(_EXCLUDED)), "INTERFACE")

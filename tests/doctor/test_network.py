@@ -201,6 +201,8 @@ def test_nccl_passes_over_docker_and_prefers_infiniband(ifname, usable, level, w
         (None, ["10.0.0.5"], "ok", "ok"),
         ("eth0", [], "ok", "ok"),
         ("hsn0", [], "problem", "problem"),
+        ("lo", ["10.0.0.5"], "ok", "problem"),
+        ("eth0,lo", ["10.0.0.5"], "ok", "problem"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_a_problem_between_nodes(
