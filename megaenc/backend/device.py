@@ -115,7 +115,7 @@ class Backend:
         measured, once per data type, by matrix products with torch's threads.
         """
         if self.is_cpu:
-            return _measure_gemm_flops(dtype)
+            return measure_cpu_flops(dtype)
         return (
             peak_bf16_flops(torch.cuda.get_device_name(self.device))
             if dtype == torch.bfloat16
@@ -189,11 +189,11 @@ def uses_tf32(device: torch.device) -> bool:
 
 
 @functools.cache
-def _measure_gemm_flops(dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of a square matrix product on the CPU: the best of 20.
+def measure_cpu_flops(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a square matrix product on the CPU, the best of 20.
 
-    The size stays smaller if a product takes too long: a CPU without bfloat16 instructions reaches
-    less than 1 GFLOP/s with it.
+    It is measured once per data type, with torch's threads. The size is 1024, or smaller if a
+    product takes too long: a CPU without bfloat16 instructions reaches less than 1 GFLOP/s with it.
     """
     from time import perf_counter
 

@@ -118,11 +118,11 @@ def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a matrix product on `device` in `dtype`.
 
-    On an accelerator it is the best of six products of size 8192, else the CPU's measured peak. It
-    makes an accelerator the current CUDA device.
+    On an accelerator it is the best of six products of size 8192, on the CPU `measure_cpu_flops`.
+    An accelerator becomes the current CUDA device.
     """
     if device.type == "cpu":
-        return detect_backend().peak_flops(dtype)
+        return devices.measure_cpu_flops(dtype)
     size = 8192
     a = torch.ones(size, size, device=device, dtype=dtype)
     b = torch.ones(size, size, device=device, dtype=dtype)

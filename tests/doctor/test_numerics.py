@@ -65,6 +65,12 @@ def test_a_bfloat16_that_does_not_keep_what_the_processor_promises_is_a_note(mon
     assert by_name(numerics.check_matmul(CheckContext()))["bfloat16"].level == "ok"
 
 
+def test_the_cpu_is_measured_also_on_a_machine_with_accelerators(monkeypatch):
+    monkeypatch.setattr(device.Backend, "is_cpu", False)
+    monkeypatch.setattr(device, "measure_cpu_flops", lambda dtype: 1e9)
+    assert numerics.measure_matmul_flops(torch.device("cpu"), torch.float32) == 1e9
+
+
 def test_each_backend_has_a_check():
     from megaenc.model.attention.backends import BACKENDS
 
