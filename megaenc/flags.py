@@ -214,9 +214,11 @@ _UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 
 
 class YamlLoader(yaml.SafeLoader):
-    """SafeLoader of PyYAML for files that users write.
+    """SafeLoader of PyYAML for files that users write; `read_yaml` converts its errors.
 
-    It refuses equal keys, long numbers, zero bytes, recursion and explosion of aliases.
+    YAMLError refuses equal keys, long numbers, zero bytes, values that do not fit their tag, and
+    aliases that contain themselves or expand too far. Values nested too deeply raise
+    RecursionError, impossible dates ValueError.
     """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

@@ -68,7 +68,8 @@ def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
 def with_pdeathsig(command: Sequence[str]) -> list[str]:
     """Return a command that runs `command` so that it ends with this process.
 
-    The kernel kills it. Start it in this process's main thread, with a `python_environment`.
+    The kernel sends it SIGKILL, and it starts with SIGUSR2 ignored. Start it in this process's main
+    thread, with a `python_environment`.
     """
     return python_command(
         "-c",
@@ -79,9 +80,11 @@ def with_pdeathsig(command: Sequence[str]) -> list[str]:
 
 
 def exec_with_pdeathsig() -> None:
-    """Replace this process by the command `sys.argv[2:]`, which ends with its parent.
+    """Replace this process by the command `sys.argv[2:]`, killed when its parent ends.
 
-    The parent has the process id `sys.argv[1]`.
+    `with_pdeathsig` builds the command line that calls it. The parent has the process id
+    `sys.argv[1]`; the kernel sends SIGKILL. If it has ended already, this process exits with code
+    1. The command starts with SIGUSR2 ignored.
     """
     set_up_child(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
@@ -90,7 +93,8 @@ def exec_with_pdeathsig() -> None:
 def set_up_child(parent: int) -> None:
     """Make this process end with its parent, and ignore SIGUSR2 from a cluster.
 
-    The parent has the process id `parent`.
+    The parent has the process id `parent`; the kernel sends SIGKILL. If it has ended already, this
+    process exits with code 1.
     """
     die_with_parent(parent)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -33,7 +33,8 @@ directions:
 class ToHFConfig:
     """Flags of `megaenc convert to-hf`.
 
-    `load` and `output` must not stay empty, which only `main` checks.
+    `load`, a run directory, and `output`, a new directory, must not stay empty, which only `main`
+    checks. `ckpt_step` chooses the checkpoint, by default the newest.
     """
 
     load: str = ""
@@ -84,7 +85,8 @@ class ToHFConfig:
 class FromHFConfig:
     """Flags of `megaenc convert from-hf`.
 
-    `input` and `output` must not stay empty, which only `main` checks.
+    `input`, a Hugging Face directory, and `output`, a new run directory, must not stay empty, which
+    only `main` checks.
     """
 
     input: str = ""
@@ -105,7 +107,8 @@ class FromHFConfig:
 class MergeConfig:
     """Flags of `megaenc convert merge`.
 
-    `load` and `output` must not stay empty, which only `main` checks.
+    `load`, checkpoints, and `output`, a new run directory, must not stay empty, which only `main`
+    checks.
     """
 
     load: tuple[str, ...] = ()

@@ -30,7 +30,7 @@ from megaenc.processes import (
 
 
 class WorkerProcessDied(InputError):
-    """Error that a worker process ended before its work was done.
+    """InputError that a worker process ended before its work was done.
 
     `end` tells how, as in `was killed by SIGSEGV`.
     """

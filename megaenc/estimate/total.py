@@ -73,10 +73,12 @@ class StepCost:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """Cost of one phase of the run, from step `first` to step `last`, inclusive.
+    """Cost of one phase of the schedule, from step `first` to step `last`, inclusive.
 
-    Steps are counted from 1. `tokens` and `flops` are those of all devices; tokens that a step
-    reads in several passes count once.
+    Steps are counted from 1; `text` is the phase in the schedule. `tokens` and `flops` are those of
+    all steps and devices; tokens that a step reads in several passes count once. `flops` are
+    forward and backward of all passes, without recomputation; `seconds` include full recomputation,
+    but no validation.
     """
 
     text: str

@@ -65,10 +65,10 @@ def linear_classes() -> tuple[type, type]:
 
 
 class RMSNormFactory:
-    """Factory whose call returns a module RMSNorm of Transformer Engine.
+    """Class without instances: RMSNormFactory(...) returns Transformer Engine's RMSNorm.
 
-    It is a class because megatron-core does not call functions in a layer's specification. Other
-    arguments than those named are ignored.
+    The class itself stands in a layer's specification, in which megatron-core does not call
+    functions. `config`, `hidden_size` and `eps` are passed on; other arguments are ignored.
     """
 
     def __new__(

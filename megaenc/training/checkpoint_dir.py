@@ -24,21 +24,21 @@ INDEX_FILE = "index.json"
 
 
 class DamagedCheckpointError(InputError):
-    """Error about a checkpoint that is missing, incomplete or has changed.
+    """InputError about a checkpoint that is missing, incomplete or has changed.
 
     Another checkpoint may be intact.
     """
 
 
 class UnreadableCheckpointError(DamagedCheckpointError):
-    """Error about a checkpoint that the file system fails to read.
+    """DamagedCheckpointError about one that the file system fails to read.
 
     The failure may be temporary or permanent, so that the checkpoint is not deleted.
     """
 
 
 class CheckpointReadError(InputError):
-    """Error of a machine that cannot read a checkpoint, which may be intact."""
+    """InputError of a machine that cannot read a checkpoint, which may be intact."""
 
 
 @contextlib.contextmanager

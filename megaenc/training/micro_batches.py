@@ -142,7 +142,7 @@ def build_micro_batch(
     length: int = 0,
     dropout: bool = False,
 ) -> MicroBatch:
-    """Return packs end to end in one row, with the targets of an objective.
+    """Read packs, and return them end to end in a row, with targets of an objective.
 
     Args:
         packs: Data set of packs of one length.
@@ -241,7 +241,10 @@ class MicroBatchSpec(NamedTuple):
     dropout: bool = False
 
     def build(self, device: torch.device) -> MicroBatch:
-        """Return the described micro-batch with its tensors on `device`."""
+        """Read the packs, draw the targets, and return the MicroBatch on `device`.
+
+        It is that of `build_micro_batch` with these arguments; each call builds a new one.
+        """
         packs, samples, objective, seed, *options = self
         return build_micro_batch(packs, samples, objective, seed, device, *options)
 

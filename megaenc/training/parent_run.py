@@ -297,11 +297,11 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
 
 
 def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
-    """Return a run's identity with the values of the phase of `step` (1, 2, ...).
+    """Return a copy of a run's identity with the values of the phase of `step` (1, 2, ...).
 
     They replace those of the last phase, which `identity` has outside `phases`. Steps after the run
-    have those of the last phase. An identity without `phases` is returned unchanged; the argument
-    never changes.
+    have those of the last phase. The copy keeps `phases`, and also has the phase's `last_step`, so
+    compare single entries. Without `phases` it equals `identity`.
     """
     rows = identity.get("phases", [])  # converted models have no steps
     return identity | next(
@@ -426,6 +426,9 @@ def first_differing_step(schedule: Schedule, reference: Schedule, last: int) -> 
     """Return the first step in which two schedules train different objectives.
 
     Steps 1 to `last`, inclusive, are compared; None if they are all equal.
+
+    Raises:
+        ValueError: A schedule ends before `last` and before the first difference.
     """
     step = 1
     while step <= last:

@@ -113,10 +113,14 @@ class LineFile(TextSource):
         return text_files.find_line_start(self.name, offset)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
-        """Yield the lines that begin in bytes start..stop-1 as LineBlocks.
+        """Yield the lines from split point `start` to `stop` (excluded) as LineBlocks.
 
-        Compressed files, paragraphs and encodings other than UTF-8 are read whole. `before` bytes
-        are added to the positions of blocks.
+        Both are bytes at which a line starts, as of `find_split_point`, or `end`; of `start` this
+        is not checked. Compressed files, paragraphs and encodings other than UTF-8 are read whole.
+        `before`, the bytes on disk of earlier sources, is added to the positions of blocks.
+
+        Raises:
+            InputError: The file cannot be read, or no line ends at `stop`, as after a change.
         """
         if start == stop:
             return iter(())
@@ -155,9 +159,10 @@ class TextGroup(TextSource):
         return 0 if offset <= 0 else bisect.bisect_left(self._ends, offset) + 1
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
-        """Yield files start..stop-1 as FileBlocks of about 1 MiB.
+        """Yield files start..stop-1 as FileBlocks of whole files.
 
-        `before` bytes are added to their positions.
+        A block has about 1 MiB, or one larger file. Its position is `before`, the bytes of earlier
+        sources, plus the bytes of this group up to the block's end, files before `start` included.
         """
         while start < stop:
             done = self._ends[start - 1] if start else 0

@@ -213,9 +213,10 @@ def load_beir_pairs(directory: Path) -> list[tuple[str, str, str]]:
 
 
 def load_beir_corpus(directory: Path) -> list[str]:
-    """Return the texts of all documents of BEIR `directory`, as in `load_beir_test`.
+    """Return the texts of all documents of BEIR `directory`, without prefixes.
 
-    They are in the order of corpus.jsonl, and may be empty.
+    Each is title, space and text, as in `load_beir_test`. They are in the order of corpus.jsonl,
+    and may be empty.
 
     Raises:
         InputError: There is no corpus.jsonl, or a line is malformed.
@@ -441,7 +442,7 @@ def build_retrieval_examples(
     Args:
         qrels: Grades by query id, then by document id.
         queries: Texts by id; those of all returned queries must be there.
-        documents: Texts by id; relevant ones may be missing.
+        documents: Texts by id; relevant ones may be missing: they keep their grades, as misses.
     """
     positive = {
         query: {key: grade for key, grade in grades.items() if grade > 0}

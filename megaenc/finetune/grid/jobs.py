@@ -123,9 +123,10 @@ def _resolve_special_tokens(protocol: FinetuneConfig, model: NamedSource) -> Fin
 
 
 def parse_model(name_or_path: str) -> NamedSource:
-    """Return the NamedSource of `PATH`, named by its last part, or of `NAME=PATH`.
+    """Return the NamedSource of a model directory, given as `NAME=PATH` or `PATH`.
 
-    Its location is an absolute path without symbolic links.
+    Its location is the absolute path without symbolic links. The last part of that path is the name
+    of a bare `PATH`: of a link, that of its target. A text with a slash before `=` is a bare path.
 
     Raises:
         InputError: The directory holds no model, or the name is invalid.

@@ -217,7 +217,7 @@ class FinetuneTask(ABC):
         take several.
 
         Args:
-            data: Training split.
+            data: Training split as tokenized by `encode`.
             rows: Indices of the batch's examples, int64.
         """
         count = max(1, int((self.get_targets(data, rows) != IGNORE_INDEX).sum()))

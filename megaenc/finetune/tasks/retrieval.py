@@ -72,7 +72,8 @@ class RetrievalTask(FinetuneTask):
         caching.
 
         Args:
-            data: Training split.
+            data: Training split as tokenized by `encode`: "queries" and "documents", a row of each
+                for a pair.
             rows: Indices of the batch's pairs, int64.
         """
         self.clear_cache()

@@ -53,11 +53,12 @@ def cross_entropy_statistics_kernel(
 def cross_entropy_gradient_kernel(
     logits, labels, highest, total, stride, first, columns, width, COLUMNS: tl.constexpr
 ):
-    """Overwrite COLUMNS logits of one row per program by the loss's gradient.
+    """Overwrite logits in place by the gradient of each row's loss.
 
-    The gradient is the softmax, minus 1 at the label, and 0 in padding. `highest` and `total` point
-    to the highest score and the sum of exp(score - highest) of each row in the whole vocabulary,
-    float32[rows]; other arguments are as in `cross_entropy_statistics_kernel`.
+    A program (row, block) computes COLUMNS columns of one row, up to `width`. The gradient is the
+    softmax, minus 1 at the label, and 0 in padding. `highest` and `total` point to the highest
+    score and the sum of exp(score - highest) of each row in the whole vocabulary, float32[rows];
+    other arguments are as in `cross_entropy_statistics_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -54,11 +54,12 @@ class Collocations:
 
 
 class TrieLevel(NamedTuple):
-    """Level n of a trie of collocations.
+    """Level n, 2 or more, of the trie of a CollocationMatcher.
 
     Its nodes are indexed in the order of their keys. keys: int64, ascending: the node of level n -
-    1 times base plus token n. ends: bool, whether a collocation ends at the node. At level 1, which
-    is not stored, the node is the token id.
+    1 times base plus token n, where base is the largest token id of all collocations plus 1. ends:
+    bool, whether a collocation ends at the node. At level 1, which is not stored, the node is the
+    token id.
     """
 
     keys: np.ndarray

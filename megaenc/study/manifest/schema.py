@@ -102,9 +102,10 @@ class HardwareEntry:
 class Manifest:
     """Checked content of a manifest, as of `read_manifest`.
 
-    `models` has all models, parents before those that continue them; `data_dir` is the directory
-    that relative data paths start from. Data paths in `finetune_flags` and `embed` are resolved.
-    `finetune` and `embed` are None if the manifest lacks the section.
+    `models` has all models, parents before those that continue them. Data paths in `models`,
+    `finetune_flags` and `embed` are resolved; those in `corpus` and `finetune` are as written, and
+    relative ones start from `data_dir`. `finetune` and `embed` are None if the manifest lacks the
+    section.
     """
 
     path: Path

@@ -74,9 +74,10 @@ class Callback:
         """
 
     def after_validation(self, step: int, scores: dict[str, Any]) -> None:
-        """Observe the `scores` after `step`: `held_out` and `objectives`.
+        """Observe the result of a validation after `step`, on all ranks.
 
-        They are those of a row of validation.jsonl.
+        `scores` always has `held_out`, a digest of the validation text, and `objectives`, the
+        scores by objective, as in a row of validation.jsonl (see `Validator`).
         """
 
     def before_save(self, step: int) -> None:
