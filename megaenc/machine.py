@@ -18,7 +18,10 @@ _OTHER_FILES = 256  # of libraries, logs and devices
 
 
 def usable_core_count() -> int:
-    """Return the number of processor cores that this process may run on."""
+    """Return the number of logical processors in this process's affinity mask.
+
+    CPU quotas of a container do not count, see `doctor.machine.cpu_quota`.
+    """
     return len(os.sched_getaffinity(0))
 
 

@@ -14,9 +14,10 @@ _SPECIAL = re.compile(r"[\\`|\[\]]")
 
 
 def escape_markdown(value: object) -> str:
-    """Return `value` as one line of Markdown, in which some marks are escaped.
+    r"""Return `value` as one line of Markdown without links, code, HTML or cell borders.
 
-    Those of links, code, HTML and table cells are; those of emphasis and blocks are not.
+    Escaped are the backslash, the backtick, `[`, `]`, `|`, `<`, `://` and `www.`; control
+    characters become Python escapes such as `\x1b`. `&` and the marks of emphasis and blocks stay.
     """
     escaped = (
         _SPECIAL.sub(r"\\\g<0>", _one_line(value)).replace("<", "&lt;").replace("://", "&#58;//")

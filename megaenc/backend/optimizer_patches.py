@@ -114,7 +114,7 @@ def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
 
 
 def install() -> None:
-    """Make megatron-core accept torch optimizers in checkpoints, and use our norm.
+    """Make megatron-core checkpoint torch optimizers, and use our gradient norm.
 
     Call it before an optimizer is built. Nothing changes if megatron-core has apex or Transformer
     Engine; a norm that is already replaced stays, as on a CPU, whose patches come first.

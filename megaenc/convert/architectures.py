@@ -210,15 +210,16 @@ def find_family(values: dict[str, Any], file: str) -> ModelFamily:
 def parse_hf_config(values: dict[str, Any], file: str) -> Any:
     """Return transformers' config object for the content of a config.json.
 
-    Files of old versions of transformers are read too. The class follows from the family: code in
-    the directory is never run.
+    Files of old versions of transformers are read too. The class is that of the family's
+    `export_family`, so that `model_type` can differ from the file's: for `sl_model` it is
+    EuroBERT's. Code in the directory is never run.
 
     Args:
         values: Content of the config.json, which is not changed.
         file: Its path, with which errors begin.
 
     Raises:
-        InputError: The family is unknown or a field is invalid.
+        InputError: The family is unknown, a field is missing or invalid, or an encoder is causal.
     """
     family = find_family(values, file)
     # Only some of transformers' kernels follow it.

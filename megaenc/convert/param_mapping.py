@@ -281,7 +281,7 @@ def vocabulary_names(model: ModelConfig, family: str) -> tuple[str, str]:
     A tied model has both names too.
 
     Args:
-        family: Hugging Face `model_type` whose names they are.
+        family: Hugging Face `model_type` whose names they are; of an unknown one, Llama's names.
     """
     names = {mapping.core: mapping.hf[0] for mapping in _model_mappings(model, family)}
     return names[_EMBEDDING.core], names[_OUTPUT_LAYER.core]

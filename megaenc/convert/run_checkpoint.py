@@ -201,14 +201,17 @@ class RunCheckpoint:
         return sorted({*steps, *([0] if self.has_seeded_step_0 else [])})
 
     def newest_step(self, checkpoints: CheckpointDir, flag: str = "--load") -> int:
-        """Return the step of the newest complete checkpoint.
+        """Return the step of the newest complete checkpoint by the tracker file.
+
+        The checkpoint may have been removed since.
 
         Args:
             checkpoints: Directory `checkpoints` of this run.
             flag: Flag that errors name.
 
         Raises:
-            InputError: There is no complete checkpoint.
+            InputError: No checkpoint is complete yet, or the tracker file cannot be read or has no
+                number.
         """
         newest = checkpoints.tracked_step()
         if newest is None:

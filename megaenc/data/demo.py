@@ -435,7 +435,9 @@ def find_long_strings(source: str) -> list[tuple[int, str]]:
 def extract_paragraphs(text: str) -> Iterator[str]:
     """Yield the English paragraphs of a docstring, reST or Markdown text.
 
-    Each is one line without markup that `is_english_prose`; a missing full stop is added.
+    Each is one line without markup that `is_english_prose`; a missing full stop is added. A list
+    item or the description of a parameter is a paragraph, without its bullet or name. Code,
+    headings and tables are left out.
     """
     text = _EXAMPLE.sub("", inspect.cleandoc(text.expandtabs(4)))
     text = _LITERAL.sub(

@@ -53,7 +53,10 @@ _GATHER_TIMEOUTS = 10
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Flags of `megaenc doctor`: directory to test, JSON file, subjects, time limit."""
+    """Flags of `megaenc doctor`: directory to test, JSON output, subjects, time limit.
+
+    `timeout` is in seconds, for each check.
+    """
 
     save: str = "."
     """directory for run directories: its disk is tested with a temporary file of at most 512 MiB"""

@@ -76,7 +76,7 @@ class LayoutCase:
 
     @property
     def num_stages(self) -> int:
-        """Return the number of pipeline stages."""
+        """Return the number of pipeline stages; virtual ones are not counted."""
         return self.layout.pipeline_model_parallel_size
 
     @property

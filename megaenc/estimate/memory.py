@@ -87,10 +87,11 @@ class SaveCost:
 
 
 def compute_save_cost(case: LayoutCase, devices_per_node: int) -> SaveCost:
-    """Return the cost of saving a checkpoint, in bytes.
+    """Return a checkpoint's bytes on disk, and a node's host memory during a save.
 
     Weights, moments and master weights are divided among data-parallel ranks. A rank copies a chunk
-    of 32 MiB at a time from its accelerator, or with --async-save all that it saves.
+    of 32 MiB at a time from its accelerator, or with --async-save all that it saves; both are sums
+    over the ranks of a node: `devices_per_node`, or all if they are fewer.
     """
     per_parameter = case.value_bytes + 8 + 4 * case.bf16
     ranks = min(case.gpus, devices_per_node)

@@ -282,8 +282,11 @@ class ModelKeeper:
     ) -> None:
         """Write the float32 `model` to the new directory `target`, and verify it.
 
+        `model` must be in eval mode, in which outputs are compared. `target` must be absent or an
+        empty directory.
+
         Args:
-            data: Texts, some of which outputs are compared on.
+            data: Texts, at least one; outputs on the shortest and on the longest are compared.
             scores: Scores of this model by split, written to finetuning.json and README.md.
             result: Result of the run.
 

@@ -115,6 +115,9 @@ class HFCheckpoint:
 
         Names are those in the files. In the `with` block, `slice[:]` reads the weight as a torch
         tensor on the CPU.
+
+        Raises:
+            InputError: A file is damaged or not a regular file.
         """
         with contextlib.ExitStack() as stack:
             opened = {
@@ -199,7 +202,7 @@ class TrainableHFCheckpoint(HFCheckpoint):
         Names are those of `shapes`. The file is closed again to free its pages.
 
         Raises:
-            InputError: A number is NaN or infinite.
+            InputError: A number is NaN or infinite, or the file is damaged.
         """
         file, stored = self._stored[name]
         with _open_safetensors(file, "pt") as tensors:
@@ -214,7 +217,7 @@ class TrainableHFCheckpoint(HFCheckpoint):
         rows.
 
         Raises:
-            InputError: A number is NaN or infinite.
+            InputError: A number is NaN or infinite, or the file is damaged.
         """
         file, stored = self._stored[name]
         for start in range(0, self.shapes[name][0], rows):

@@ -31,10 +31,10 @@ class PendingSum(NamedTuple):
 class RMSNorm(torch.nn.Module):
     """RMSNorm layer with a learned weight (Zhang & Sennrich 2019).
 
-    It is x / rms(x) * weight over the last dimension. The factor is weight + 1, added in float32,
-    with megatron-core's option `layernorm_zero_centered_gamma`. megatron-core's wrapper of torch's
-    norm refuses sequence parallelism, which only needs an attribute of the weight, so that its
-    gradient is summed over the tensor-parallel ranks.
+    It is x / rms(x) * weight over the last dimension; `eps` is added to rms(x)**2. The factor is
+    weight + 1, added in float32, with the option `layernorm_zero_centered_gamma`. megatron-core's
+    wrapper of torch's norm refuses sequence parallelism, which only needs an attribute of the
+    weight, so that its gradient is summed over the tensor-parallel ranks.
 
     Args:
         config: Read for the dtype of the weight, zero-centering and sequence parallelism.
@@ -78,13 +78,15 @@ class RMSNorm(torch.nn.Module):
 
 
 class LayerNorm(torch.nn.Module):
-    """LayerNorm layer with a learned weight and an optional bias.
+    """LayerNorm layer with a learned weight, and a bias only if `bias` is true.
 
     megatron-core's always has a bias.
 
     Args:
         config: Read for the dtype of the weights and sequence parallelism.
         hidden_size: Width of the last dimension.
+        eps: Number added to the variance.
+        bias: Whether there is a learned bias.
         fused: Whether to use the Triton kernel; without effect with a bias.
     """
 

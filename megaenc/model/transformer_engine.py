@@ -18,7 +18,7 @@ def check_transformer_engine(fp8_format: str | None) -> None:
     """Check that Transformer Engine is installed and computes in a float8 format.
 
     Args:
-        fp8_format: Format to check; None: no float8.
+        fp8_format: Format of float8, whose name is not checked; None: no float8.
 
     Raises:
         InputError: It is not installed, or with `fp8_format` too old or without float8 on this

@@ -121,11 +121,12 @@ class Phase:
     def objective(self, choice: ScheduledObjective, step: int) -> Objective:
         """Return the objective that one of `choices` trains at a step.
 
-        Its options are interpolated over the phase.
+        Its options change linearly from `choice.start` at `first_step` to `choice.end` at
+        `last_step`, where integers are rounded. In a phase of one step they are those of the start.
 
         Args:
             choice: One of `choices`.
-            step: Step of the run, from `first_step` to `last_step`, which is not checked.
+            step: Step of the run. Steps outside the phase have the options of its ends.
         """
         length = self.last_step - self.first_step
         return (

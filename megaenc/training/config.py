@@ -43,7 +43,11 @@ _BatchSize = Annotated[int, Bounds(low=1, high=10_000_000)]
 
 
 def has_bf16() -> bool:
-    """Return whether the detected device, GPU or CPU, has bfloat16 instructions."""
+    """Return whether the detected device, GPU or CPU, has bfloat16 instructions.
+
+    Raises:
+        InputError: There are more processes than accelerators on this machine.
+    """
     from megaenc.backend.device import detect_backend  # imports torch
 
     return detect_backend().has_bf16

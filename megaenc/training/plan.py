@@ -88,7 +88,7 @@ class Plan:
         )
 
     def data_at(self, step: int) -> RunData:
-        """Return the data of the phase that trains `step` (1, 2, ...).
+        """Return the data of the phase that trains `step` (1, 2, ...); of 0, the first.
 
         Its `train[s]` is the pack of sample s of the run, for the samples of the phase.
         """
@@ -118,10 +118,11 @@ class Plan:
         return bool(self.settings.eval_every and (self.validation_sets or has_text))
 
     def validation_packs(self, step: int) -> dict[str, BlendedDataset]:
-        """Return the packs to validate on in the phase of `step`, by name of the set.
+        """Return the packs to validate on in the phase of `step` (1, 2, ...), by set name.
 
-        Sets are those of --valid-data-path, else the held-out text of the phase's own data, with an
-        empty name. Without text, or with validation turned off, the dictionary is empty.
+        For step 0 it is the first phase. Sets are those of --valid-data-path, else the held-out
+        text of the phase's own data, with an empty name. Without text, or with validation turned
+        off, the dictionary is empty.
         """
         if not self.settings.eval_every:
             return {}
@@ -370,7 +371,8 @@ def validation_objectives(
     """Return the objectives to validate under, by text such as mlm(mask=0.3).
 
     They are those of `texts`; if it is empty, clm, mlm if there is a mask token, and all of the
-    schedule, so that any two runs can be compared. The pseudo-perplexities, if any, are last.
+    schedule with the last values of their options, so that any two runs can be compared. The
+    pseudo-perplexities, if any, are last.
 
     Args:
         schedule: Objectives of the run.

@@ -57,7 +57,8 @@ class StepTimers:
     def seconds(self) -> dict[str, float]:
         """Return wall-clock seconds of data, forward_backward and optimizer by name.
 
-        Here forward_backward is without data. A part that was not measured is 0.
+        They are sums since creation; subtract an earlier result for those of one step. Here
+        forward_backward is without data. A part that was not measured is 0.
         """
         forward_backward = self.wall[FORWARD_BACKWARD] - self.wall[DATA]
         return {

@@ -273,13 +273,15 @@ class Trainer:
         return self._stop_reason or "a callback on another rank" * is_requested
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of all callbacks, in their order, on all ranks together.
+        """Call a hook of this rank's callbacks, in their order.
+
+        All ranks call this together, but nothing is communicated.
 
         Args:
             hook: Name of the method of Callback, such as before_step.
 
         Raises:
-            LocalInputError: A callback raised an InputError, maybe on this rank only.
+            LocalInputError: A callback of this rank raised an InputError; other ranks are not told.
         """
         for callback in self.callbacks:
             try:
@@ -294,7 +296,7 @@ class Trainer:
 
         Raises:
             InputError: More steps were skipped than --max-skipped-updates allows.
-            LocalInputError: A callback raised an InputError, maybe on this rank only.
+            LocalInputError: A callback of this rank raised an InputError; other ranks are not told.
         """
         plan = self.plan
         progress = self.progress

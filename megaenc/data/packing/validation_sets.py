@@ -29,7 +29,8 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
     The order is that of `words`, the values of the flag. No corpus is looked for.
 
     Raises:
-        InputError: A word has another form, or a name is given twice.
+        InputError: A word is not NAME=PREFIX with a name of letters, digits, `_`, `-` and `.` and a
+            prefix that is not empty, or a name is given twice.
     """
     prefixes: dict[str, str] = {}
     for word in words:

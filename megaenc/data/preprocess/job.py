@@ -51,10 +51,11 @@ class CorpusOutputs:
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """Inputs, outputs and tokenizer of one preprocessing run; built by `prepare_job`.
+    """One preprocessing run, which tokenizes its inputs and writes its outputs.
 
-    `prefixes` are the output paths without extension, in the order of the JSON keys. `identity`
-    and `vocab_size` are those of the tokenizer, for the metadata.
+    `prepare_job` builds it. `write_corpora` does all of it in one go; the other methods are for
+    runs in partitions. `prefixes` are the output paths without extension, in the order of the JSON
+    keys. `identity` and `vocab_size` are those of the tokenizer, for the metadata.
     """
 
     settings: PreprocessConfig

@@ -74,9 +74,9 @@ class HubReference(NamedTuple):
 def parse_hub_reference(text: str) -> HubReference | None:
     """Return the HubReference of `ORG/NAME`, or None if `text` is no repository.
 
-    ORG/NAME, ORG/NAME:CONFIG and, after `hf:`, also NAME are repositories, each with @REVISION or
-    not. An existing path is not; without `hf:`, neither is a path in an existing directory ORG. The
-    Hub is not asked.
+    `hf:NAME` and `hf:ORG/NAME` are repositories whatever paths exist, ORG/NAME only if neither that
+    path nor a directory ORG exists. Each may end in :CONFIG, @REVISION or both. The Hub is not
+    asked.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or os.path.exists(text):

@@ -310,9 +310,10 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
 def find_split_files(path: Path) -> dict[SplitName, Path]:
     """Return the file of each split in a directory, by split.
 
-    A word of a file's name gives the split (`train`, `en_ewt-ud-train`); a name that is only this
-    word has priority. Splits without a file are left out; hidden files, meta.json and files of
-    unknown formats are ignored. If `path` is a file, it is the test split.
+    A word of a file's name gives the split (`train`, `en_ewt-ud-train`): train, test, or one of
+    validation, valid, val and dev. A name that is only this word has priority. Splits without a
+    file are left out; hidden files, meta.json and files of unknown formats are ignored. If `path`
+    is a file, it is the test split.
 
     Raises:
         InputError: `path` is unreadable or a file of unknown format, no file is of a split, several

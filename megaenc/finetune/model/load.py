@@ -136,10 +136,12 @@ def _build_backbone(
 def open_model_directory(directory: str) -> tuple[HFCheckpoint, Any]:
     """Return a model directory's HFCheckpoint and its config object of transformers.
 
-    Weights are not read. Progress bars of transformers are disabled from then on.
+    Weights are not read, and code in the directory is not run. Progress bars of transformers are
+    disabled from then on.
 
     Raises:
-        InputError: The directory holds no model.
+        InputError: The directory holds no model, or one that `load_hf_config` refuses: of an
+            unknown type, with a wrong field or quantized.
     """
     from transformers.utils.logging import disable_progress_bar
 

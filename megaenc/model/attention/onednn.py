@@ -141,6 +141,7 @@ class PackLayout:
         Returns:
             A tensor of the size [padded tokens, groups, heads / groups * D], whose rows are in the
             order of (document, group, token). The padding repeats each document's last token.
+            Gradients may not flow through it: use it inside an autograd Function.
         """
         rows = x.reshape(len(self.layout_rows), -1)
         return _select_rows(rows, self.source_rows).view(-1, self.groups, rows.size(1))
@@ -148,8 +149,11 @@ class PackLayout:
     def scatter(self, x: Tensor, width: int) -> Tensor:
         """Return a tensor of this layout as [S, heads, width], without its padding.
 
+        It is the inverse of `gather`. Gradients may not flow through it: use it inside an autograd
+        Function.
+
         Args:
-            x: [rows of the layout, heads / groups * width], or a view of it.
+            x: [padded tokens * groups, heads / groups * width], contiguous, or a view of it.
             width: Width of one head, into which the last dimension of `x` is split.
         """
         rows = _select_rows(x.view(-1, x.size(-1)), self.layout_rows)

@@ -27,8 +27,9 @@ _NAN = 0x7FC00000
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """float8 dtypes and operations of linear layers, by `select_float8_recipe`.
+    """Matrix operations of float8 linear layers, and the dtypes of their operands.
 
+    `select_float8_recipe` builds it; its methods quantize, transpose and multiply matrices.
     `forward` is the float8 dtype of inputs and weights, `gradient` that of output gradients;
     `triton` selects Triton kernels in place of torch's operations, with the same results.
     """

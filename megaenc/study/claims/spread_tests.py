@@ -31,8 +31,8 @@ def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
     that of CLM, over the sum of both sides' variances (unit "share"), so that no data set counts
     with more than 1. Models are the pairs of `ModelSelector.final_pairs`; without results at two
     rates and two fine-tuning seeds that both share, the result has no comparisons. Its p is
-    uncorrected. It is NaN if the only pretraining run has two such seeds, and with `scope.noise` if
-    models of one run each have one size.
+    uncorrected. With one pretraining run of each model, it is NaN if only two fine-tuning seeds are
+    shared, and with `scope.noise` if there is only one size.
     """
     models = scope.models
     evidence = models.evidence
@@ -148,8 +148,8 @@ def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
     between mask ratios of MLM only, less that of CLM then MLM, over the sum of both sides'
     variances (unit "share"). Models are finished, and both sides have the same three or more ratios
     and two or more fine-tuning seeds; without them the result has no comparisons. Its p is
-    uncorrected. It is NaN if the only pretraining run has two such seeds, and with `scope.noise` if
-    models of one run each have one size.
+    uncorrected. With one pretraining run of each model, it is NaN if only two fine-tuning seeds are
+    shared, and with `scope.noise` if there is only one size.
     """
     models = scope.models
     by_schedule: dict[tuple[str, int, int], dict[int, dict[float, ModelKey]]] = defaultdict(

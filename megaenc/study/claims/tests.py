@@ -235,14 +235,15 @@ def _clm_fraction_contrasts(
 def judge_clm_quarter(
     scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)
 ) -> PendingVerdict:
-    """Test claim 4a or 4c (ZS): 20 to 30 % CLM and then MLM is above MLM only.
+    """Test claim 4a, or 4c for ["ZS"]: 20 to 30 % CLM, then MLM is above MLM only.
 
     The percentage is that of the steps; the nearest to 25 % counts. Both sides are finished models
     without continued pretraining, with the same size, steps, mask ratio and seed; without a pair
     the result has no comparisons. Its p is uncorrected.
 
     Args:
-        families: Codes of the task families to compare; by default SC, TC, QA and IR.
+        families: Codes of the task families to compare: SC, TC, QA and IR, the default, for 4a;
+            ["ZS"], zero-shot retrieval, for 4c.
     """
     return judge_direction(scope, _clm_fraction_contrasts(scope.models, 0.25, families))
 
@@ -289,7 +290,7 @@ def _continued_contrasts(
 def judge_continued_pretraining(
     scope: TestScope, families: Sequence[str] = tuple(STUDY_DATASETS)
 ) -> PendingVerdict:
-    """Test claim 5a or 5c (ZS): MLM ends higher on a CLM than on an MLM model.
+    """Test claim 5a, or 5c for ["ZS"]: MLM ends higher on a CLM than on an MLM model.
 
     Both models are finished, and have as many steps before and of continued MLM, at one mask ratio.
     All continuations are compared; for each size, steps before and ratio, the longest decides, and
@@ -297,7 +298,7 @@ def judge_continued_pretraining(
     p is uncorrected.
 
     Args:
-        families: Codes of the task families to compare; by default SC, TC, QA and IR.
+        families: Codes of the task families: SC, TC, QA and IR for 5a; ["ZS"] for 5c.
     """
     by_place = _continued_contrasts(scope.models, families)
     # places are sorted, so that the last of each start is the longest

@@ -69,7 +69,7 @@ class TrainedRun:
 
     @property
     def kind(self) -> str:
-        """Return the training objectives: "CLM", "MLM", "CLM + MLM" or "other".
+        """Return "CLM", "MLM", "CLM + MLM", "other" or "continued", by the objectives.
 
         "CLM + MLM" has both, in any order or mixture. A run that started from another run's weights
         is "continued", whatever its objectives.

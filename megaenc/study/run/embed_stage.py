@@ -39,10 +39,11 @@ _PAIRS = "pairs.json"  # record of the pairs that were there before the training
 
 @dataclass(frozen=True)
 class EmbedData:
-    """Retrieval sets and training pairs of a study: paths and fingerprints.
+    """Paths of a study's retrieval sets and training pairs; fingerprints of the sets.
 
-    `entry` is the manifest's section `embed` with paths resolved, `demo_folder` the directory of
-    the demo data sets.
+    `entry` is the manifest's section `embed` with paths resolved. demo_ir, the set that the study
+    builds, is in the directory `demo_folder`. Data need not exist: `fingerprints`, those of the
+    test data of each set, leaves out what cannot be read.
     """
 
     entry: EmbedEntry
@@ -152,9 +153,9 @@ class EmbedStage(StageRunner):
         return {PRETRAINED: self.study / "hf" / self.name, **trained}
 
     def prepare(self) -> None:
-        """Write name and bytes of the training pairs to pairs.json, for `check`.
+        """Write the training pairs' name and size in bytes to pairs.json, for `check`.
 
-        The bytes are left out before the pairs exist. Nothing is written once a training has
+        The size is left out before the pairs exist. Nothing is written once a training has
         finished, or if the stage trains no model.
         """
         trained = [directory for name, directory in self.models.items() if name != PRETRAINED]

@@ -306,10 +306,12 @@ def _pick_slots(slots: Sequence[str], count: int) -> list[str]:
 
 
 def stage_environment(slots: Sequence[str], slot_count: int) -> dict[str, str]:
-    """Return the environment variables of a stage's process.
+    """Return all environment variables of a stage's process, also those of os.environ.
 
-    They are os.environ, the GPUs of `slots`, and this package's path. Unless os.environ has it,
-    OMP_NUM_THREADS is 1 / `slot_count` of the cores, at least 1.
+    Set are the visible GPUs (`select_visible_devices`), the path of this package
+    (`python_environment`) and unbuffered output. Unless os.environ has them, OMP_NUM_THREADS is 1 /
+    `slot_count` of the cores, at least 1, and torchrun's workers get time to save before they are
+    killed.
 
     Args:
         slots: GPUs that the process sees, at least one item; if the first is "", the process sees

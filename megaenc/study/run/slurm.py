@@ -248,7 +248,7 @@ def _wait_for_success(job: Any) -> bool:
 def job_name(study: Path, stage: str) -> str:
     """Return `STAGE:HASH`, the name of a stage's job in Slurm's queue.
 
-    `stage` is the id; the 8 hex digits HASH identify the study.
+    `stage` is the id; the 8 hex digits HASH identify the path `study` as it is spelled.
     """
     return f"{stage}:{hashlib.sha256(str(study).encode()).hexdigest()[:8]}"
 
@@ -256,6 +256,7 @@ def job_name(study: Path, stage: str) -> str:
 def read_queue(study: Path) -> dict[str, str]:
     """Return the Slurm ids of the study's waiting and running jobs by stage id.
 
+    Jobs are this user's, found by `job_name`: `study` must be spelled as when they were submitted.
     The job array of a model's grid has one id, under `finetune/NAME`.
 
     Raises:

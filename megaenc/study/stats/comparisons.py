@@ -301,10 +301,11 @@ class Contrast:
 
     @property
     def weighted_scores(self) -> list[list[tuple[float, Score]]]:
-        """Return a list of (weight, original score) pairs for each pretraining seed.
+        """Return the original scores: (weight, score) pairs per pretraining seed.
 
-        The order of seeds is that of `terms`. An average is replaced by its data sets, each with
-        the weight of the average.
+        They are for looking at runs, not for sums: an average is replaced by its data sets, each
+        with the whole weight of the average, whose sign tells the side. The pairs are those of
+        `source` if it is not empty, else of `terms`; the order of seeds is that of `terms`.
         """
         terms_by_run = (self.source or self.terms).values()
         return [

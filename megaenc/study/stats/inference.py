@@ -43,8 +43,10 @@ class TestResult:
     """Result of a t test of a difference: 95 % interval, and p for any bound.
 
     The tests of this module build it. `difference` and the interval, `low` to `high`, are in the
-    unit of the tested scores. p is NaN if the chance variation between seeds is unknown: for one
-    seed, or if all seeds agree. `seed_count` is 0 if it is not one number.
+    unit of the tested scores. `p` is two-sided, against 0; `p_above` and `p_below` are one-sided,
+    against a bound. All are NaN if the chance variation between seeds is unknown: for one seed, or
+    if all seeds agree. The interval then covers the test examples only, and is NaN without them.
+    `seed_count` is 0 if it is not one number.
     """
 
     difference: float
@@ -88,17 +90,17 @@ class TestResult:
 
     @property
     def low(self) -> float:
-        """Return the lower end of the 95 % interval; NaN if nothing varies.
+        """Return the lower end of the 95 % interval of `difference`; NaN if nothing varies.
 
-        With one seed it covers the examples only.
+        It is in the unit of the tested scores. With one seed it covers the examples only.
         """
         return self.difference - self._half_width
 
     @property
     def high(self) -> float:
-        """Return the upper end of the 95 % interval; NaN if nothing varies.
+        """Return the upper end of the 95 % interval of `difference`; NaN if nothing varies.
 
-        With one seed it covers the examples only.
+        It is in the unit of the tested scores. With one seed it covers the examples only.
         """
         return self.difference + self._half_width
 

@@ -22,11 +22,11 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True)
 class RunNoise:
-    """Noise of the scores of one pretraining run.
+    """Noise of scores, as fractions, between pretraining runs of one recipe.
 
-    It has residuals, from which the noise is estimated (`estimate_run_noise`), or given standard
-    deviations (`parse_run_noise`), which replace them. With neither, as in UNKNOWN_NOISE, variances
-    are NaN. `source` is text on its origin for the report.
+    It is estimated from `residuals` by task family and data set (`estimate_run_noise`), or `given`
+    as standard deviations by task family (`parse_run_noise`), which replace them. With neither, as
+    in UNKNOWN_NOISE, variances are NaN. `source` is text on its origin for the report.
     """
 
     residuals: Mapping[Place, np.ndarray] = field(default_factory=dict)

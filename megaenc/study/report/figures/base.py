@@ -34,10 +34,10 @@ BACKGROUND_COLOUR = "#ffffff"
 
 @dataclass(frozen=True)
 class FigurePoint:
-    """Point of a figure, with the half width of its interval if it is known.
+    """Mean at one x of a figure, with the half width of its interval if it is known.
 
     `x` is in the unit of the x axis, `mean` and `half_width` in that of the y axis, such as
-    percent.
+    percent. `collapsed` tells whether the mean includes collapsed runs; such a point is hollow.
     """
 
     x: float

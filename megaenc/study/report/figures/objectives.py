@@ -41,7 +41,11 @@ _BUDGET_WIDTH = 0.8  # of the points of a budget
 
 
 class Budget(NamedTuple):
-    """Model size, and number of all its training steps."""
+    """Model size and training steps, by which figures group models.
+
+    `size` is the label of the size, such as "610M"; `steps` counts all CLM and MLM steps behind the
+    weights.
+    """
 
     size: str
     steps: int
