@@ -214,11 +214,11 @@ _UNUSABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 
 
 class YamlLoader(yaml.SafeLoader):
-    """SafeLoader of PyYAML for files that users write; `read_yaml` converts its errors.
+    """SafeLoader of PyYAML for files that users write.
 
-    YAMLError refuses equal keys, long numbers, zero bytes, values that do not fit their tag, and
-    aliases that contain themselves or expand too far. Values nested too deeply raise
-    RecursionError, impossible dates ValueError.
+    `read_yaml` converts its errors. YAMLError refuses equal keys, long numbers, zero bytes, values
+    that do not fit their tag, and aliases that contain themselves or expand too far. Values nested
+    too deeply raise RecursionError, impossible dates ValueError.
     """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

@@ -14,7 +14,7 @@ _SPECIAL = re.compile(r"[\\`|\[\]]")
 
 
 def escape_markdown(value: object) -> str:
-    r"""Return `value` as one line of Markdown without links, code, HTML or cell borders.
+    r"""Return `value` as one line of Markdown without links, code, HTML or cells.
 
     Escaped are the backslash, the backtick, `[`, `]`, `|`, `<`, `://` and `www.`; control
     characters become Python escapes such as `\x1b`. `&` and the marks of emphasis and blocks stay.

@@ -65,7 +65,7 @@ def linear_classes() -> tuple[type, type]:
 
 
 class RMSNormFactory:
-    """Class without instances: RMSNormFactory(...) returns Transformer Engine's RMSNorm.
+    """Class without instances, whose call returns Transformer Engine's RMSNorm.
 
     The class itself stands in a layer's specification, in which megatron-core does not call
     functions. `config`, `hidden_size` and `eps` are passed on; other arguments are ignored.

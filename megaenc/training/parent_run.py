@@ -297,11 +297,11 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
 
 
 def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
-    """Return a copy of a run's identity with the values of the phase of `step` (1, 2, ...).
+    """Return a copy of a run's identity with the values of the phase of `step`.
 
-    They replace those of the last phase, which `identity` has outside `phases`. Steps after the run
-    have those of the last phase. The copy keeps `phases`, and also has the phase's `last_step`, so
-    compare single entries. Without `phases` it equals `identity`.
+    They replace those of the last phase, which `identity` has outside `phases`. Steps count from 1;
+    those after the run have the values of the last phase. The copy keeps `phases`, and also has the
+    phase's `last_step`, so compare single entries. Without `phases` it equals `identity`.
     """
     rows = identity.get("phases", [])  # converted models have no steps
     return identity | next(

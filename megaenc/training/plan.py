@@ -370,9 +370,8 @@ def validation_objectives(
 ) -> dict[str, Objective]:
     """Return the objectives to validate under, by text such as mlm(mask=0.3).
 
-    They are those of `texts`; if it is empty, clm, mlm if there is a mask token, and all of the
-    schedule with the last values of their options, so that any two runs can be compared. The
-    pseudo-perplexities, if any, are last.
+    They are those of `texts`; if it is empty, clm, mlm if there is a mask token, and those of the
+    schedule with the last values of their options. Pseudo-perplexities, if any, are last.
 
     Args:
         schedule: Objectives of the run.

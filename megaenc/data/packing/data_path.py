@@ -100,11 +100,11 @@ class CorpusSource:
 
 
 def find_corpora(words: Sequence[str]) -> list[CorpusSource]:
-    """Return a CorpusSource for each prefix or pattern of --data-path, with its corpora.
+    """Return a CorpusSource for each prefix or pattern of --data-path.
 
     They are in the order of `words`, the values of the flag. The source of a pattern has all
     corpora that match, in alphabetical order, and one weight for them together, which
-    `weigh_corpora` divides. The corpus of a word without a pattern need not exist.
+    `weigh_corpora` divides. The corpus of a prefix need not exist.
 
     Raises:
         InputError: A pattern matches no .idx file, two words name the same corpus, or

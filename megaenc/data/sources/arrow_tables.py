@@ -98,7 +98,8 @@ class ParquetFile(TextSource):
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
         """Yield the rows of row groups start..stop-1 as TableBlocks.
 
-        `before` bytes are added to their positions. No whole row group is ever held in memory.
+        `before`, the bytes on disk of earlier sources, is added to the positions of blocks. No
+        whole row group is ever held in memory.
         """
         rows = max(self._starts[-1], 1)
         return _group_into_blocks(
@@ -183,7 +184,7 @@ class SavedDatasetFile(TextSource):
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
         """Yield rows start..stop-1 as TableBlocks.
 
-        `before` bytes are added to their positions.
+        `before`, the bytes on disk of earlier sources, is added to the positions of blocks.
         """
         batches = (
             self._map_table()

@@ -112,8 +112,8 @@ class DelimitedFile(TextSource):
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[RowBlock]:
         """Yield all rows as RowBlocks of about 4 MiB; none if `start` is `stop`.
 
-        `before` bytes are added to their positions. Parsing a row with another number of cells than
-        the header gives an error.
+        `before`, the bytes on disk of earlier sources, is added to the positions of blocks.
+        Parsing a row with another number of cells than the header gives an error.
 
         Raises:
             InputError: The end of a row cannot be found because of a wrong quote.

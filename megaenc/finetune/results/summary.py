@@ -331,10 +331,11 @@ def _iterate_unusable_runs(summary: GridSummary) -> Iterator[tuple[str, Result, 
 
 
 def format_notes(summary: GridSummary) -> list[str]:
-    """Return a line per model and data set for failed runs and each reason of collapse.
+    """Return a line per model and data set for failed runs, and others for collapses.
 
-    Collapsed runs finished with worthless predictions. A line has the reason, of failed runs the
-    first one's, and the rates and seeds of its runs. Without such runs the list is empty.
+    Collapsed runs finished with worthless predictions; each reason has a line. A line has the
+    reason, of failed runs the first one's, and the rates and seeds of its runs. Without such runs
+    the list is empty.
     """
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
     # Failures differ in their step, so they are grouped without the reason.

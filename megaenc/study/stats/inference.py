@@ -90,17 +90,17 @@ class TestResult:
 
     @property
     def low(self) -> float:
-        """Return the lower end of the 95 % interval of `difference`; NaN if nothing varies.
+        """Return the lower end of the 95 % interval of `difference`, in its unit.
 
-        It is in the unit of the tested scores. With one seed it covers the examples only.
+        With one seed the interval covers the examples only. NaN if nothing varies.
         """
         return self.difference - self._half_width
 
     @property
     def high(self) -> float:
-        """Return the upper end of the 95 % interval of `difference`; NaN if nothing varies.
+        """Return the upper end of the 95 % interval of `difference`, in its unit.
 
-        It is in the unit of the tested scores. With one seed it covers the examples only.
+        With one seed the interval covers the examples only. NaN if nothing varies.
         """
         return self.difference + self._half_width
 
