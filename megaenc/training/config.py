@@ -344,6 +344,15 @@ class PretrainConfig:
         """
         return resolve_phases(self)
 
+    @property
+    def kept_steps(self) -> frozenset[int]:
+        """Return the steps whose checkpoints are saved and never deleted.
+
+        They are those of --save-steps and the last one of each phase but the last.
+        """
+        borders = [phase.last_step for phase in self.phase_configs[:-1]]
+        return frozenset((*self.output.save_steps, *borders))
+
     def phase_at(self, step: int) -> PhaseConfig:
         """Return the phase that trains `step` (1, 2, ...), with its settings.
 

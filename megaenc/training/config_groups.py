@@ -196,7 +196,7 @@ class OutputConfig:
     """steps between checkpoints; the last step is always saved"""
     save_steps: tuple[PositiveInt, ...] = ()
     """additional steps whose checkpoints are written and never deleted, such as those from which
-    other runs branch"""
+    other runs branch; the last step of each of `phases` always is one"""
     async_save: bool = False
     """write checkpoints while training continues, from a copy in host memory"""
     keep_last: PositiveInt | None = None

@@ -106,7 +106,7 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
                     save / "checkpoints",
                     output.keep_last,
                     output.keep_every,
-                    output.save_steps,
+                    plan.settings.kept_steps,
                     before_publish=run_dir.lock.refresh if run_dir else None,
                 )
             stack.enter_context(watchdog)
@@ -168,7 +168,7 @@ def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
                 is_last
                 or must_exit
                 or _is_due(step, output.save_interval)
-                or step in output.save_steps
+                or step in settings.kept_steps
             ):
                 trainer.save(step, block=is_last or must_exit or not output.async_save)
             if must_exit:

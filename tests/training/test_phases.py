@@ -13,6 +13,7 @@ from training_helpers import make_corpus, plan_of
 from megaenc.convert.to_hf import to_hf
 from megaenc.data.indexed.corpus import split_documents
 from megaenc.errors import InputError
+from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.command import main
 from megaenc.training.config import PretrainConfig, parse_config
 from megaenc.training.phases import build_learning_rate
@@ -37,7 +38,7 @@ FIXED = "mlm(mask=0.15,random=0.1,keep=0.1)"
 def whole_run(three_phases, tmp_path_factory):
     """The nine steps without a stop, with checkpoints before and after a phase begins."""
     directory = tmp_path_factory.mktemp("whole") / "run"
-    main([*three_phases, "--save", str(directory), "--save-steps", "3", "4"])
+    main([*three_phases, "--save", str(directory), "--save-steps", "4", "--keep-last", "1"])
     return directory
 
 
@@ -86,6 +87,10 @@ def test_each_phase_reads_its_own_packs(whole_run):
     assert [row["learning_rate"] for row in rows] == pytest.approx([1.5e-3, *[3e-3] * 5, *decay])
     reading = json.loads((whole_run / "run.json").read_text())["reading"]
     assert sorted(row["packs"] for row in reading) == [5 + 6 + 12, 19 + 6]
+
+
+def test_the_last_step_of_each_phase_is_saved_and_kept(whole_run):
+    assert CheckpointDir(whole_run / "checkpoints").steps() == [3, 4, 6, 9]
 
 
 def test_a_corpus_continues_where_an_earlier_phase_stopped(small_corpus, second_corpus):
