@@ -7,7 +7,7 @@ gradient; the one here processes all gradients at once.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
     grad_scale: float = 1.0
     """Divisor of all gradients in the next step, which saves passes over them that divide and
     clip."""
+    frozen: Collection[int] = ()
+    """Weights of the rank's model chunks, by index, that the next step leaves as they are; none of
+    them has a gradient."""
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True
@@ -55,8 +58,13 @@ class GroupStepAdamW(torch.optim.Optimizer):
         """
         group["step"] = group.get("step", 0) + 1
         for p in group["params"]:
-            if p.grad is not None and not self.state[p]:
-                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            if p.grad is not None:
+                self.create_state(p)
+
+    def create_state(self, p: torch.Tensor) -> None:
+        """Create missing state of a parameter as zeros."""
+        if not self.state[p]:
+            self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 
     def update_adamw(
         self, params: Sequence[torch.Tensor], group: dict[str, Any], lr: float | torch.Tensor

@@ -18,6 +18,7 @@ from megaenc.data.packing.validation_sets import parse_valid_data_path
 from megaenc.errors import InputError
 from megaenc.flags import BY_PHASE, NOT_IN_IDENTITY, Bounds, NonNegativeInt, PositiveInt, setting
 from megaenc.model.config import ModelConfig, get_preset
+from megaenc.model.freezing import parse_freeze
 from megaenc.training.config_groups import (
     DataConfig,
     FaultConfig,
@@ -71,8 +72,9 @@ class PretrainConfig:
     phases: tuple[flags.YamlMapping, ...] = setting((), NOT_IN_IDENTITY)
     """instead of --objective-schedule and --train-iters: a list, usually in a YAML file, with the
     objective, train_iters or train_tokens, and any of data_path, the flags of its blend,
-    seq_length, batch sizes, rotary_base and learning-rate flags of each phase, such as "{objective:
-    mlm, train_iters: 100, seq_length: 512}"; other flags are those of the run"""
+    seq_length, batch sizes, rotary_base, weight_decay, freeze and learning-rate flags of each
+    phase, such as "{objective: mlm, train_iters: 100, seq_length: 512}"; other flags are those of
+    the run"""
     train_iters: PositiveInt | None = setting(None, NOT_IN_IDENTITY, BY_PHASE)
     """number of training steps; 200 without this flag and --train-tokens"""
     train_tokens: PositiveInt | None = setting(None, NOT_IN_IDENTITY, BY_PHASE)
@@ -141,6 +143,7 @@ class PretrainConfig:
         self.start.check()
         self.optimizer.check()
         self.shape.check(self.layout.tensor_model_parallel_size)
+        parse_freeze(self.optimizer.freeze or (), self.shape)
         self.check_rampup()
         if self.health.max_rewinds and not (self.output.save and self.health.loss_spike_sigmas):
             missing = (

@@ -89,6 +89,10 @@ class OptimizerConfig:
     """decay rate of Muon's momentum"""
     muon_num_ns_steps: PositiveInt = 5
     """Newton-Schulz iterations of Muon's orthogonalization"""
+    freeze: tuple[str, ...] | None = setting(None, BY_PHASE)
+    """parts of the model that are not trained: embedding (with its norm, and the output layer if
+    tied), layers.A-B (from 0, both included; the last with the final norm), head (prediction head,
+    output layer of its own and its bias). Norm and clipping of the gradient leave them out"""
 
     def check(self) -> None:
         """Raise InputError for flags of Muon with another optimizer.

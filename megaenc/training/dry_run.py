@@ -16,7 +16,11 @@ from megaenc.data.packing.data_path import find_corpora, list_prefixes
 from megaenc.dist_env import get_rank, get_world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Phase
-from megaenc.training.callbacks.run_messages import describe_uneven_shares, format_model
+from megaenc.training.callbacks.run_messages import (
+    describe_frozen,
+    describe_uneven_shares,
+    format_model,
+)
 from megaenc.training.config import PretrainConfig
 from megaenc.training.plan import Plan
 from megaenc.training.planning import check_device
@@ -53,7 +57,7 @@ def print_dry_run(plan: Plan) -> None:
         f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
     )
     start = f"{plan.start.describe()}{plan.skipped.describe()}"
-    for line in describe_uneven_shares(settings):
+    for line in (*describe_frozen(settings), *describe_uneven_shares(settings)):
         console.print(line, soft_wrap=True)
     console.print(f"makes steps {plan.start.step + 1:,} to {total:,}, {start}", soft_wrap=True)
     console.print(_corpus_table(plan))

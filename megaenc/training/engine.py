@@ -24,11 +24,13 @@ from megaenc.backend import Backend, main_grad
 from megaenc.backend.parallel_config import FLOAT8_ALIGNMENT
 from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.model.attention.backends import describe_backend
-from megaenc.model.encoder import build_model_chunks
+from megaenc.model.encoder import build_model_chunks, named_global_parameters
 from megaenc.model.fp8.linear import check_linear_layers
+from megaenc.model.freezing import find_part, parse_freeze
 from megaenc.model.packed_sequences import copy_to_device
 from megaenc.objectives import Objective
 from megaenc.training.attention_select import select_plan_attention
+from megaenc.training.config import PretrainConfig
 from megaenc.training.distributed.collectives import call_on_all
 from megaenc.training.micro_batches import (
     DataParallelSampler,
@@ -37,7 +39,7 @@ from megaenc.training.micro_batches import (
     Prefetcher,
     TokenGroups,
 )
-from megaenc.training.optimizers import build_optimizer
+from megaenc.training.optimizers import build_optimizer, list_shards
 from megaenc.training.plan import Plan
 from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimers
 
@@ -134,7 +136,9 @@ class Engine:
 
     It trains the steps of `plan` and evaluates. `chunks` are the rank's parts of the model in
     DistributedDataParallel, one unless pipeline stages are interleaved; `optimizer` is
-    megatron-core's. `init_distributed` must have been called. Most methods are collective.
+    megatron-core's, `shards` are the parts of their weights that it updates, and `always_frozen`
+    the indices of those that no phase trains. `init_distributed` must have been called. Most
+    methods are collective.
     """
 
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
@@ -219,6 +223,22 @@ class Engine:
         if self.layout.overlap_param_gather and len(self.chunks) > 1:
             self.config.param_sync_func = self._chunk_methods("start_param_sync")
         self.optimizer = build_optimizer(settings, plan.dtype, self.chunks)
+        [optimizer] = self.optimizer.chained_optimizers
+        self.shards = list_shards(self.chunks, optimizer)
+        self._parts = [
+            find_part(name, settings.shape)
+            for encoder in encoders
+            for name, _ in named_global_parameters(encoder)
+        ]
+        self._frozen = self._frozen_in(first)
+        self.always_frozen = frozenset.intersection(
+            *(self._frozen_in(phase.settings) for phase in settings.phase_configs)
+        )
+
+    def _frozen_in(self, settings: PretrainConfig) -> frozenset[int]:
+        """Return the indices in `shards` of the weights that a phase freezes."""
+        frozen = parse_freeze(settings.optimizer.freeze or (), settings.shape)
+        return frozenset(index for index, part in enumerate(self._parts) if part in frozen)
 
     def _chunk_methods(self, method: str):
         """Return the bound `method` of the model chunk, or a list of several.
@@ -229,9 +249,9 @@ class Engine:
         return methods if len(methods) > 1 else methods[0]
 
     def enter_phase(self, step: int) -> None:
-        """Set rotary base and batch sizes to those of the phase of `step` (1, 2, ...).
+        """Set rotary base, batch sizes and frozen weights to those of the phase of `step`.
 
-        For step 0 they are those of the first phase. Nothing is communicated.
+        Steps are 1, 2, ...; 0 is in the first phase. Nothing is communicated.
         """
         settings = self.plan.settings.phase_at(step).settings
         self.sampler = dataclasses.replace(
@@ -241,6 +261,7 @@ class Engine:
         )
         for encoder in self._encoders:
             encoder.set_rotary_base(settings.shape.rotary_base)
+        self._frozen = self._frozen_in(settings)
 
     def gather_parameters(self) -> None:
         """Gather the weights that other ranks of a distributed optimizer update.
@@ -387,13 +408,18 @@ class Engine:
         """Clip the gradient and, if it is finite, update the weights.
 
         Gradients are sums over the global batch: the optimizer divides them, while it reads them,
-        by the number of tokens and by the clipping coefficient.
+        by the number of tokens and by the clipping coefficient. Those of frozen weights are
+        dropped: without one, a weight is neither in the norm nor updated.
 
         Returns:
             The norm of the gradient, and whether the weights were updated.
         """
         self.optimizer.prepare_grads()
         [optimizer] = self.optimizer.chained_optimizers
+        optimizer.optimizer.frozen = self._frozen
+        for index in self._frozen:
+            if self.shards[index].param is not None:
+                self.shards[index].param.grad = None
         divisor = max(sums.loss_count, 1)
         grad_norm = float(optimizer.get_grad_norm()) / divisor
         # As megatron-core clips, with its epsilon.

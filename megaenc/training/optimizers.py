@@ -68,8 +68,8 @@ class _ShardAwareOptimizer(GroupStepAdamW):
     """Base of optimizers whose update of an element depends on the whole weight.
 
     Other ranks may hold shards of the weight. `shards` lists the weights of the pipeline stage in
-    the same order on all its ranks. The process groups are those over which ranges and
-    tensor-parallel shards are divided; None for a group of one rank.
+    the same order on all its ranks; `frozen` are indices of it. The process groups are those over
+    which ranges and tensor-parallel shards are divided; None for a group of one rank.
     """
 
     shards: Sequence[WeightShard] = ()
@@ -109,8 +109,8 @@ class StableAdamW(_ShardAwareOptimizer):
     def step(self, closure=None):
         """Update all parameters by one StableAdamW step.
 
-        All ranks call this together, with all gradients present. They are divided by `grad_scale`
-        in place, which is 1 again afterwards; `closure` is ignored.
+        All ranks call this together, with all gradients but those of `frozen`. They are divided by
+        `grad_scale` in place, which is 1 again afterwards; `closure` is ignored.
         """
         self.begin_steps()
         group = self.param_groups[0]
@@ -132,8 +132,9 @@ class StableAdamW(_ShardAwareOptimizer):
         eps = group["eps"]
         is_first = self.tensor_group is None or self.tensor_group.rank() == 0
         sums = []
-        for shard in self.shards:
-            if shard.param is None or not (is_first or self._split_group(shard)):
+        for index, shard in enumerate(self.shards):
+            counts_here = is_first or self._split_group(shard)
+            if shard.param is None or index in self.frozen or not counts_here:
                 sums.append(torch.zeros((), device=self.device))
                 continue
             squared = shard.param.grad.square()
@@ -182,8 +183,8 @@ class Muon(_ShardAwareOptimizer):
     def step(self, closure=None):
         """Update all parameters by one step of Muon or AdamW.
 
-        All ranks call this together, with all gradients present. They are divided by `grad_scale`
-        in place, which is 1 again afterwards; `closure` is ignored.
+        All ranks call this together, with all gradients but those of `frozen`. They are divided by
+        `grad_scale` in place, which is 1 again afterwards; `closure` is ignored.
         """
         self.begin_steps()
         for index, group in enumerate(self.param_groups):
@@ -230,11 +231,11 @@ class Muon(_ShardAwareOptimizer):
 
         They are in order of size, so that ranks have about equal work in a round of `replicas`, and
         those of a size far apart in the model, so that not all of a round are in the range of one
-        rank.
+        rank. Frozen ones are left out.
         """
         by_size: dict[int, list[int]] = {}
         for index, shard in enumerate(self.shards):
-            if shard.parts:
+            if shard.parts and index not in self.frozen:
                 by_size.setdefault(shard.shape.numel(), []).append(index)
         order = []
         for size in sorted(by_size, reverse=True):

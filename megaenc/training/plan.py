@@ -281,8 +281,13 @@ class Plan:
             for name, value in _identity_fields(settings).items()
         }
         rows = self._phase_rows()
+        values["freeze"] = rows[-1]["freeze"]
         if len(rows) > 1:
             values["phases"] = rows
+        if not any(row["freeze"] for row in rows):
+            # Runs of earlier versions have no such entry.
+            for entries in (values, *rows):
+                del entries["freeze"]
         has_blocks = any(data.has_blocks for data in (*self.earlier_data, self.data))
         return values | {
             "special_tokens": self.data.special_tokens.to_json(),
@@ -310,7 +315,8 @@ class Plan:
             data = (*self.earlier_data, self.data)[index if self.earlier_data else 0]
             row = {name: values[name] for name in phase_identity(phase.settings) if name != "data"}
             row["data"] = data.fingerprint
-            row["rampup_batch_size"] = row["rampup_batch_size"] and list(row["rampup_batch_size"])
+            for name in ("rampup_batch_size", "freeze"):
+                row[name] = list(row[name] or ()) or None
             if (
                 rows
                 and not row["rampup_batch_size"]

@@ -39,6 +39,18 @@ ROWS = {
         "--train-iters: found 9 together with phases"
     ),
     "{train} --weight-decay -0.1": "--weight-decay",
+    "{train} --freeze body": "--freeze body: not a part of this model, expected embedding",
+    "{train} --freeze layers.0-99": "--freeze layers.0-99: not a part of this model",
+    "{train} --freeze layers.1-0": "--freeze layers.1-0: not a part of this model",
+    "{train} --freeze head --no-untie-embeddings-and-output-weights": (
+        "--freeze head: not a part of this model"
+    ),
+    "{train} --num-layers 2 --freeze embedding layers.0-1 head": (
+        "--freeze embedding layers.0-1 head: found all parts of the model"
+    ),
+    "{phases} '{objective: mlm, train_iters: 4, freeze: layers.0-99}'": (
+        "phase 1: --freeze layers.0-99: not a part of this model"
+    ),
     "{train} --adam-beta1 1": "--adam-beta1",
     "{train} --optimizer lion": (
         "--optimizer: found 'lion', expected one of adamw, stable_adamw, muon"

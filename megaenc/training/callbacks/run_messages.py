@@ -29,7 +29,7 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
     """Return the lines of text at the start of a run, without a newline at the end.
 
     They name model, devices, kernels, starting point, phases, --save, corpora and skipped packs,
-    and have those of `describe_uneven_shares`.
+    and have those of `describe_frozen` and `describe_uneven_shares`.
 
     Args:
         backend: Hardware of this process.
@@ -69,14 +69,25 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
     data_text += (
         f"; {len(rows) - len(largest):,} smaller corpora" if len(largest) < len(rows) else ""
     )
-    uneven = "".join(f"\n  {line}" for line in describe_uneven_shares(settings))
+    notes = [*describe_frozen(settings), *describe_uneven_shares(settings)]
+    note_text = "".join(f"\n  {line}" for line in notes)
     return (
         f"{format_model(plan)} on {get_world_size()} x {backend.description} ({computed}), "
         f"{start}\n"
         f"  {phase_text}{more}; {settings.batch_size_text} packs of {settings.seq_length_text} "
         f"tokens a step; saved to {save}\n"
-        f"  {data_text}{plan.skipped.describe()}{uneven}"
+        f"  {data_text}{plan.skipped.describe()}{note_text}"
     )
+
+
+def describe_frozen(settings: PretrainConfig) -> list[str]:
+    """Return a line for each phase that freezes parts of the model."""
+    return [
+        f"steps {phase.first_step:,} to {phase.last_step:,} freeze "
+        f"{', '.join(phase.settings.optimizer.freeze)}"
+        for phase in settings.phase_configs
+        if phase.settings.optimizer.freeze
+    ]
 
 
 def describe_uneven_shares(settings: PretrainConfig) -> list[str]:

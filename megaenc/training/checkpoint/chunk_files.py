@@ -118,7 +118,7 @@ def write_chunks(directory: Path, rank: int, chunks: Sequence[ShardedTensor]) ->
                 start = stream.tell()
                 # Not copied if in host memory already. The storage holds nothing else, because
                 # torch.save writes whole storages.
-                values = chunk.data.detach().cpu().reshape(-1).view(torch.uint8)
+                values = chunk.data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                 elements = torch.from_numpy(values.numpy()).view(chunk.dtype)
                 torch.save(elements.view(_box_shape(chunk)), stream)
                 places.append((start, stream.tell() - start))

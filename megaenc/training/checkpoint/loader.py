@@ -153,7 +153,8 @@ class CheckpointLoader(CheckpointDir):
         the same. Errors are those of `verify` and of `ChunkReader.read`, on all ranks.
         """
         updates, reader = self.open_verified(step)
-        _load_tensors(engine, reader, list_engine_state(engine))
+        tensors = [tensor for tensor in list_engine_state(engine) if not tensor.is_zero]
+        _load_tensors(engine, reader, tensors)
         for group in engine.optimizer.param_groups:
             group["step"] = updates
 

@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megaenc.training.engine import Engine
-from megaenc.training.optimizers import list_shards
 
 MAX_CHUNK_BYTES = 32 << 20
 """Largest chunk, which bounds the buffers of a save and of a load."""
@@ -60,6 +59,11 @@ class StateTensor:
         """
         size = math.prod(self.shards[0].global_shape[self.shards[0].prepend_axis_num :])
         return size == sum(math.prod(shard.local_shape) for shard in self.shards)
+
+    @property
+    def is_zero(self) -> bool:
+        """Return whether it only stands for zeros, which are saved but not loaded."""
+        return self.values.stride() == (0,)
 
     def elements(self, selected: range) -> torch.Tensor:
         """Return the elements `selected` of the part, a view of `values`.
@@ -128,19 +132,18 @@ def list_engine_state(engine: Engine) -> list[StateTensor]:
 
     Each weight is followed by its states, with bf16 by its float32 master weight too. They hold the
     elements that the rank updates; a weight of which it updates none has no states. States that no
-    step has made yet are created as zeros. With the distributed optimizer, `local_range` has the
-    elements that the rank updates; else all data-parallel ranks hold all, and each has an equal
-    share.
+    step has made yet are created as zeros, or stand for zeros without memory (`is_zero`) if no
+    phase trains the weight. With the distributed optimizer, `local_range` has the elements that the
+    rank updates; else all data-parallel ranks hold all, and each has an equal share.
     """
     [optimizer] = engine.optimizer.chained_optimizers
-    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     places = {
         id(weight): shards
         for chunk in engine.chunks
         for _, weight, shards in _find_places(chunk.module)
     }
     weights = [weight for chunk in engine.chunks for weight in chunk.parameters()]
-    updated = list_shards(engine.chunks, optimizer)
+    updated = engine.shards
     if engine.layout.use_distributed_optimizer:
         local_ranges = [
             range(0)
@@ -158,10 +161,13 @@ def list_engine_state(engine: Engine) -> list[StateTensor]:
         )
         if update.param is None:
             continue
-        states = {
-            f"optimizer.state.{name}.": state
-            for name, state in optimizer.optimizer.state[update.param].items()
-        }
+        if index in engine.always_frozen:
+            zeros = update.param.new_zeros(1).expand(update.param.numel())
+            moments = {"exp_avg": zeros, "exp_avg_sq": zeros}
+        else:
+            optimizer.optimizer.create_state(update.param)
+            moments = optimizer.optimizer.state[update.param]
+        states = {f"optimizer.state.{name}.": state for name, state in moments.items()}
         if engine.plan.settings.bf16:
             states[MASTER_PREFIX] = update.param.detach()
         for prefix, state in states.items():

@@ -1,0 +1,55 @@
+"""Parts of a model that a phase freezes, by name."""
+
+import re
+from collections.abc import Sequence
+
+from megaenc.errors import InputError
+from megaenc.model.config import ModelConfig
+
+
+def parse_freeze(texts: Sequence[str], model: ModelConfig) -> frozenset[str]:
+    """Return the parts of a model that --freeze names, as `find_part` returns them.
+
+    Args:
+        texts: Values of the flag, such as ("embedding", "layers.0-7", "head").
+
+    Raises:
+        InputError: A value names nothing that the model has, or nothing is left to train.
+    """
+    parts = {"embedding", *(f"layers.{index}" for index in range(model.num_layers))}
+    known = f"embedding, layers.0-{model.num_layers - 1} or layers of it"
+    has_output_matrix = model.untie_embeddings_and_output_weights
+    if model.prediction_head or model.output_layer_bias or has_output_matrix:
+        parts.add("head")
+        known += ", head"
+    frozen: set[str] = set()
+    for text in texts:
+        names = {text}
+        if match := re.fullmatch(r"layers\.(\d{1,6})-(\d{1,6})", text):
+            names = {f"layers.{index}" for index in range(int(match[1]), int(match[2]) + 1)}
+        if not names or not names <= parts:
+            raise InputError(f"--freeze {text}: not a part of this model, expected {known}")
+        frozen |= names
+    if frozen == parts:
+        raise InputError(
+            f"--freeze {' '.join(texts)}: found all parts of the model, expected to leave one "
+            "to train"
+        )
+    return frozenset(frozen)
+
+
+def find_part(name: str, model: ModelConfig) -> str:
+    """Return the part that a weight belongs to: embedding, layers.I or head.
+
+    Layers count from 0. The norm after the embedding belongs to it, and that after the layers to
+    the last layer.
+
+    Args:
+        name: Name of the weight as of `named_global_parameters`, which gives a tied output layer
+            the name of the embedding.
+    """
+    if name.startswith("decoder.layers."):
+        return f"layers.{name.split('.')[2]}"
+    if name.startswith("decoder."):
+        return f"layers.{model.num_layers - 1}"
+    return "embedding" if name.startswith("embedding") else "head"
