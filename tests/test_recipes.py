@@ -45,12 +45,16 @@ FROM_SCRATCH = {
     ),
 }
 # The models that the others start from, by the directory in which their recipes look for them.
-STARTED = {"dapt": "encoder", "bidirlm": "decoder"}
+STARTED = {"dapt": "encoder", "bidirlm": "decoder", "clm-detour": "encoder"}
 MODELS = {
     "encoder": ("modernbert", AutoModelForMaskedLM, {"local_attention": 32}),
     "decoder": ("qwen3", AutoModelForCausalLM, {"head_dim": 16}),
 }
-GPUS_OF_STARTED = {"dapt": 4, "bidirlm": 96}
+GPUS_OF_STARTED = {"dapt": 4, "bidirlm": 96, "clm-detour": 4}
+# Of a recipe that starts from a model, with a shape from its directory.
+PHASES_OF_STARTED = {
+    "clm-detour": ([50, 5], [8192] * 2, [(6.25e-6, 2e-4, 2e-4), (2e-4, 7.27e-5, 2e-5)])
+}
 
 
 def config(name: str):
@@ -61,10 +65,15 @@ def config(name: str):
 @pytest.mark.parametrize("name", FROM_SCRATCH)
 def test_a_recipe_has_the_lengths_and_rates_of_its_paper(name):
     """Check steps and learning rates on one process and on the GPUs of the paper."""
-    gpus, tokens, contexts, rates = FROM_SCRATCH[name]
+    gpus, *phases = FROM_SCRATCH[name]
     recipe = config(name)
     for processes in (1, gpus):
         recipe.check(processes)
+    check_phases(recipe, *phases)
+
+
+def check_phases(recipe, tokens, contexts, rates) -> None:
+    """Assert billions of tokens, contexts and rates of each phase."""
     ends = [0, *(recipe.tokens_after(phase.last_step) for phase in recipe.phase_configs)]
     assert [round((end - start) / 1e9) for start, end in pairwise(ends)] == tokens
     assert [phase.settings.data.seq_length for phase in recipe.phase_configs] == contexts
@@ -189,6 +198,9 @@ def test_a_recipe_that_starts_from_a_model_plans(name, directory, monkeypatch):
     monkeypatch.chdir(directory)
     for recipe, processes in ((name, 1), (name, GPUS_OF_STARTED[name]), (f"tiny/{name}", 1)):
         parse_config(["--config", f"configs/recipes/{recipe}.yaml"], "test").check(processes)
+    if name in PHASES_OF_STARTED:
+        started = parse_config(["--config", f"configs/recipes/{name}.yaml"], "test")
+        check_phases(started, *PHASES_OF_STARTED[name])
 
 
 @pytest.mark.slow
