@@ -159,6 +159,23 @@ def test_more_layouts_freeze_the_same(optimizer, precision, small_corpus, tmp_pa
     check(flags, layouts, tmp_path)
 
 
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_another_layout_resumes_a_run_that_always_freezes(small_corpus, tmp_path):
+    flags = [*small_corpus.flags, *RUN, "--no-bf16", "--train-iters", "6", "--freeze", *FROZEN]
+    stopped = [*flags, "--exit-interval", "3"]
+    jobs = [
+        Job(tmp_path / "whole", flags),
+        Job(tmp_path / "TP2 PP2", [*stopped, *TP2_PP2], 4),
+        Job(tmp_path / "DP2", [*stopped, *SPLIT], 2),
+        Job(tmp_path / "to DP2", [*flags, *SPLIT], 2, copy_of=tmp_path / "TP2 PP2"),
+        Job(tmp_path / "to TP2 PP2", [*flags, *TP2_PP2], 4, copy_of=tmp_path / "DP2"),
+    ]
+    runs.in_turn(jobs, tmp_path)
+    for job in jobs[3:]:
+        runs.assert_same_curve(job.save, tmp_path / "whole", 1e-5)
+
+
 def test_a_resume_inside_a_phase_changes_nothing(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *RUN, *PHASES]
     main([*flags, "--save", str(tmp_path / "whole")])
