@@ -3,6 +3,7 @@
 import csv
 import functools
 import gzip
+import hashlib
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -83,6 +84,62 @@ def write_parquet(path: Path, texts: list[str], row_group_size: int = 2) -> Path
     return path
 
 
+def write_mds(
+    directory: Path,
+    encodings: dict[str, str],
+    samples: list[dict[str, bytes]],
+    sizes: dict[str, int] | None = None,
+    *,
+    shard_samples: int = 2,
+    compress: bool = False,
+) -> Path:
+    """Write encoded samples as MDS shards and index.json, as MosaicML streaming does.
+
+    `sizes` has the columns whose values all have the same number of bytes.
+    """
+    from backports import zstd
+
+    sizes = sizes or {}
+    directory.mkdir(parents=True)
+    shards = []
+    for first in range(0, len(samples), shard_samples):
+        entry = {
+            "version": 2,
+            "format": "mds",
+            "compression": "zstd:7" if compress else None,
+            "hashes": ["sha1", "xxh64"],
+            "size_limit": 1 << 26,
+            "column_names": list(encodings),
+            "column_encodings": list(encodings.values()),
+            "column_sizes": [sizes.get(name) for name in encodings],
+        }
+        rows = []
+        for sample in samples[first : first + shard_samples]:
+            lengths = [len(sample[name]) for name in encodings if name not in sizes]
+            head = b"".join(length.to_bytes(4, "little") for length in lengths)
+            rows.append(head + b"".join(sample[name] for name in encodings))
+        header = json.dumps(entry).encode()
+        ends = [4 + 4 * (len(rows) + 1) + len(header)]
+        for row in rows:
+            ends.append(ends[-1] + len(row))
+        numbers = b"".join(number.to_bytes(4, "little") for number in [len(rows), *ends])
+        data = numbers + header + b"".join(rows)
+
+        def describe(name: str, content: bytes) -> dict:
+            (directory / name).write_bytes(content)
+            hashes = {"sha1": hashlib.sha1(content).hexdigest(), "xxh64": "unknown"}
+            return {"basename": name, "bytes": len(content), "hashes": hashes}
+
+        name = f"shard.{len(shards):05}.mds"
+        entry |= {"samples": len(rows), "raw_data": describe(name, data), "zip_data": None}
+        if compress:
+            entry["zip_data"] = describe(f"{name}.zstd", zstd.compress(data))
+            (directory / name).unlink()
+        shards.append(entry)
+    (directory / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
+    return directory
+
+
 def parse_blocks(
     blocks, keys=("text",), *, skip_bad: bool = False
 ) -> tuple[list[tuple[str, ...]], int]:
@@ -114,11 +171,14 @@ def every_source(directory: Path) -> tuple[list[Path], list[str]]:
     datasets.Dataset.from_dict({"text": ["left out", *TEXTS]}).select(range(1, 6)).save_to_disk(
         saved, num_shards=2
     )
-    return [lines, mixed, packed_lines, rows, table, saved], [
+    shards = write_mds(
+        directory / "shards", {"text": "str"}, [{"text": text.encode()} for text in TEXTS]
+    )
+    return [lines, mixed, packed_lines, rows, table, saved, shards], [
         *TEXTS,
         *inside.values(),
         *TEXTS[:2],
-        *TEXTS * 4,
+        *TEXTS * 5,
     ]
 
 

@@ -46,6 +46,10 @@ ROWS = {
     "{read} --input bad.jsonl.gz": "bad.jsonl.gz",
     "{read} --input bad.parquet": "bad.parquet",
     "{read} --input nothing": "nothing",
+    "{read} --input text.jsonl --input-tokens ids": (
+        "text.jsonl: not a directory, expected one of MDS shards with --input-tokens"
+    ),
+    "{read} --input nothing --input-tokens ids:half": "--input-tokens ids:half: unknown dtype",
     "{read} --input text.jsonl --json-keys text text": "--json-keys",
     "{read} --input text.jsonl --json-keys ../text": "--json-keys",
     "{read} --input text.jsonl --workers 0": "--workers",

@@ -17,7 +17,7 @@ from megaenc.data.preprocess.job import PreprocessJob
 from megaenc.data.preprocess.outputs import output_files, output_prefixes, refuse_outputs
 from megaenc.data.preprocess.partitions import write_in_partitions
 from megaenc.data.preprocess.sentence_splitter import PunktModel, load_installed_punkt, train_punkt
-from megaenc.data.preprocess.worker import BlockTokenizer
+from megaenc.data.preprocess.worker import BlockTokenizer, TokenIds
 from megaenc.data.sources import resolve
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
 from megaenc.errors import handle_command_errors
@@ -57,10 +57,10 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     deduplication = settings.deduplication()
     if deduplication is not None:
         deduplication.describe()  # refuses a missing package before the tokenizer is loaded
-    prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
+    prefixes = output_prefixes(settings.output_prefix, settings.keys)
     report_stale_files(*output_files(prefixes), settings.work_directory)
     refuse_outputs(prefixes, settings.work_directory if settings.uses_work_directory else None)
-    inputs = resolve.resolve_inputs(settings, settings.json_keys)
+    inputs = resolve.resolve_inputs(settings, settings.keys, settings.token_dtype)
     for message in inputs.messages:
         print_rank_0(message)
     check_parent_writable(prefixes[0], "--output-prefix")
@@ -81,9 +81,13 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
         mask_id=vocabulary.mask_id,
         text_fingerprint=text_fingerprint,
     )
+    if settings.input_tokens is None:
+        encoder = get_encoder(tokenizer)
+    else:
+        encoder = TokenIds(vocabulary.size, special_tokens)
     block_tokenizer = BlockTokenizer(
-        encoder=get_encoder(tokenizer),
-        keys=settings.json_keys,
+        encoder=encoder,
+        keys=settings.keys,
         special_tokens=special_tokens,
         dtype=token_dtype(vocabulary.size),
         skip_bad=settings.skip_bad_lines,
@@ -160,8 +164,7 @@ def _load_or_train_punkt(settings: PreprocessConfig, inputs: resolve.ResolvedInp
         print_rank_0(f"sentences: installed Punkt model for {punkt.language}")
         return punkt
     pieces = (
-        block.parse(settings.json_keys, settings.skip_bad_lines)
-        for block in resolve.read_blocks(inputs)
+        block.parse(settings.keys, settings.skip_bad_lines) for block in resolve.read_blocks(inputs)
     )
     punkt = train_punkt(text for piece in pieces for texts in piece.texts for text in texts)
     print_rank_0(

@@ -8,6 +8,7 @@ import tyro
 
 from megaenc.data.preprocess.deduplicate import Deduplication
 from megaenc.data.sources import resolve
+from megaenc.data.sources.base import TOKEN_DTYPES
 from megaenc.data.tokenizer.special_tokens import SpecialTokensMode
 from megaenc.errors import InputError
 from megaenc.flags import Bounds, PositiveInt
@@ -28,6 +29,10 @@ class PreprocessConfig(resolve.InputConfig):
     json_keys: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--json-key",))] = ("text",)
     """Keys of the texts in each JSON object, or columns of a table. Each key gives a corpus of its
     own."""
+    input_tokens: str | None = None
+    """Column of token ids of --tokenizer to read from MDS shards instead of texts, such as
+    input_ids; a column of bytes needs a dtype, as in tokens:int64. --special-tokens adds those that
+    a document lacks."""
     append_eod: bool = False
     """Append the tokenizer's end-of-sequence token, or without one SEP, to every document:
     --special-tokens eod."""
@@ -61,6 +66,18 @@ class PreprocessConfig(resolve.InputConfig):
     skip_bad_lines: bool = False
     """Skip and count lines, rows and files without readable text instead of stopping at the
     first."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys or columns that become corpora: of texts, or of --input-tokens."""
+        if self.input_tokens is None:
+            return self.json_keys
+        return (self.input_tokens.partition(":")[0],)
+
+    @property
+    def token_dtype(self) -> str | None:
+        """Return the dtype that --input-tokens names, empty without one; None for texts."""
+        return None if self.input_tokens is None else self.input_tokens.partition(":")[2]
 
     @property
     def special_tokens_mode(self) -> SpecialTokensMode:
@@ -101,6 +118,8 @@ class PreprocessConfig(resolve.InputConfig):
                 "them"
             )
         check_process_count("--workers", self.workers)
+        if self.input_tokens is not None:
+            self._check_input_tokens()
         if self.punkt_language != "english" and not self.split_sentences:
             raise InputError(
                 f"--punkt-language {self.punkt_language}: expected --split-sentences with it"
@@ -111,3 +130,18 @@ class PreprocessConfig(resolve.InputConfig):
                 if value != getattr(_MINHASH, name):
                     flag = f"--minhash-{name.replace('_', '-')}"
                     raise InputError(f"{flag} {value}: expected --deduplicate minhash with it")
+
+    def _check_input_tokens(self) -> None:
+        if self.token_dtype not in ("", *TOKEN_DTYPES):
+            raise InputError(
+                f"--input-tokens {self.input_tokens}: unknown dtype, expected one of "
+                f"{', '.join(TOKEN_DTYPES)}"
+            )
+        needs_text = (
+            ("--json-keys", self.json_keys != ("text",)),
+            ("--split-sentences", self.split_sentences),
+            ("--deduplicate", self.deduplicate is not None),
+        )
+        for flag, is_set in needs_text:
+            if is_set:
+                raise InputError(f"{flag}: found with --input-tokens, expected text")

@@ -206,7 +206,7 @@ class PreprocessJob:
             with open_writers([*bins, *indices], self.block_tokenizer.dtype) as writers:
                 outputs = CorpusOutputs(writers, [0] * count)
                 yield outputs
-                for key, writer in zip(self.settings.json_keys, writers, strict=True):
+                for key, writer in zip(self.settings.keys, writers, strict=True):
                     if not writer.documents:
                         raise InputError(
                             f"{self.settings.input[0]}: no document holds any text under `{key}`"

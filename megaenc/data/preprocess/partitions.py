@@ -40,7 +40,7 @@ def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
     directory = WorkDirectory(
         job.settings.work_directory,
         job.build_plan(),
-        job.settings.json_keys,
+        job.settings.keys,
         tokenizer.dtype,
         count,
         tokenizer.deduplication,

@@ -11,6 +11,7 @@ from megaenc.data.preprocess.sentence_splitter import PunktModel, build_sentence
 from megaenc.data.sources.text_files import TextBlock
 from megaenc.data.tokenizer.fast_encode import FastEncoder, replace_surrogates
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
+from megaenc.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,45 @@ class TokenizedBlock:
 
 
 @dataclass(frozen=True)
+class TokenIds:
+    """Encoder of documents that are token ids, below `vocab_size`, already.
+
+    It takes the place of FastEncoder. `special_tokens` that a document has are removed, as
+    BlockTokenizer adds them.
+    """
+
+    vocab_size: int
+    special_tokens: SpecialTokens
+    is_fast = False
+    """Nothing is encoded by gigatoken, see `FastEncoder.is_fast`."""
+
+    def convert(self, document: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | InputError:
+        """Return a document as uint32 without special tokens, or the error of a wrong id."""
+        (tokens,) = document
+        wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+        if len(wrong):
+            return InputError(
+                f"found token id {wrong[0]}, expected 0 to {self.vocab_size - 1} of --tokenizer"
+            )
+        before = len(self.special_tokens.before)
+        after = len(self.special_tokens.after)
+        if tuple(tokens[:before]) == self.special_tokens.before:
+            tokens = tokens[before:]
+        if after and tuple(tokens[-after:]) == self.special_tokens.after:
+            tokens = tokens[:-after]
+        return (tokens.astype(np.uint32),)
+
+    def encode_concatenated(self, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of all documents, and the number of each document.
+
+        Returns:
+            uint32[tokens] and int64[documents].
+        """
+        lengths = np.array([len(document) for document in documents], np.int64)
+        return np.concatenate([np.empty(0, np.uint32), *documents]), lengths
+
+
+@dataclass(frozen=True)
 class BlockTokenizer:
     """Callable that turns a TextBlock into a TokenizedBlock; picklable for workers.
 
@@ -52,7 +92,7 @@ class BlockTokenizer:
     is counted, not an error.
     """
 
-    encoder: FastEncoder
+    encoder: FastEncoder | TokenIds
     keys: tuple[str, ...]
     special_tokens: SpecialTokens
     dtype: str
@@ -66,7 +106,8 @@ class BlockTokenizer:
         Raises:
             InputError: A document is bad, unless `skip_bad`, or a file cannot be read.
         """
-        documents = block.parse(self.keys, self.skip_bad)
+        convert = self.encoder.convert if isinstance(self.encoder, TokenIds) else None
+        documents = block.parse(self.keys, self.skip_bad, convert)
         columns = [
             self._tokenize_column([texts[column] for texts in documents.texts])
             for column in range(len(self.keys))

@@ -15,6 +15,9 @@ from megaenc.data.sources import text_files
 from megaenc.data.sources.text_files import UTF8, TextBlock, is_compressed
 from megaenc.errors import InputError
 
+TOKEN_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+"""Names of the dtypes that token ids in a source may have."""
+
 
 class TextSource(ABC):
     """Base class of a text source: documents in a fixed order.

@@ -4,6 +4,7 @@ These are files of several kinds, directories, saved data sets and data sets on 
 """
 
 import bisect
+import contextlib
 import os
 import re
 from collections import Counter
@@ -22,8 +23,8 @@ from megaenc.data.sources.text_files import UTF8, TextBlock, find_encoding, stri
 from megaenc.errors import InputError
 
 EXPECTED = (
-    "JSONL, CSV, TSV, Parquet or text files, a directory of them or of a saved data set, or the "
-    "name of one on the Hugging Face Hub"
+    "JSONL, CSV, TSV, Parquet or text files, a directory of them, of MDS shards or of a saved data "
+    "set, or the name of one on the Hugging Face Hub"
 )
 _SUFFIX_KINDS = {
     ".jsonl": "jsonl",
@@ -42,7 +43,10 @@ _KIND_NAMES = {
     "text": "text",
     "parquet": "Parquet",
     "saved": "saved data sets",
+    "mds": "indices of MDS shards",
 }
+_MDS_INDEX = "index.json"
+_MDS_INDEX_START = re.compile(rb'\s*\{\s*("version"\s*:\s*\d+\s*,\s*)?"shards"\s*:\s*\[')
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 JsonKey = Annotated[str, tyro.conf.arg(aliases=("--json-keys",))]
@@ -54,8 +58,8 @@ class InputConfig:
     """Flags for text input, the same in all commands that read text."""
 
     input: tuple[str, ...]
-    """JSONL, CSV, TSV, Parquet or text files, directories of them or of a saved data set, or names
-    of Hugging Face Hub data sets."""
+    """JSONL, CSV, TSV, Parquet or text files, directories of them, of MDS shards or of a saved data
+    set, or names of Hugging Face Hub data sets."""
     sample_by: Literal["document", "paragraph", "line"] = field(default="document", kw_only=True)
     """Unit of text files (.txt, .text, .md) that becomes a document: the file, a paragraph between
     blank lines, or a line."""
@@ -81,7 +85,8 @@ class ResolvedInputs:
     sources: list[TextSource]
     origins: list[dict[str, Any]]
     """Metadata of each --input: `path` (name without directory), `bytes` on disk (None if unknown),
-    `files` of a directory, `config` and `split` of a data set."""
+    `files` of a directory, `config` and `split` of a data set, `tokens` (the column) if it was
+    tokenized already."""
     messages: list[str]
     """Lines to print for the user."""
 
@@ -148,7 +153,9 @@ class DocumentRange:
     stop: int
 
 
-def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs:
+def resolve_inputs(
+    settings: InputConfig, keys: Sequence[str], token_dtype: str | None = None
+) -> ResolvedInputs:
     """Return the sources of every --input, with their metadata and messages.
 
     Files are opened, but only headers and footers are read; data sets of the Hub are looked up,
@@ -156,6 +163,8 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
 
     Args:
         keys: JSON keys or columns of the texts; columns must exist.
+        token_dtype: None for texts. Else `keys` are columns of token ids, and inputs directories
+            of MDS shards, see `MdsDataset`.
 
     Raises:
         InputError: An input, its columns or a flag cannot be used.
@@ -172,6 +181,11 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
     kinds: set[str] = set()
     for name in settings.input:
         path = Path(name)
+        if token_dtype is not None and not path.is_dir():
+            raise InputError(
+                f"{name}: not a directory, expected one of MDS shards with --input-tokens; "
+                "download a data set of the Hub with `hf download`"
+            )
         if not os.path.exists(path) and _may_be_on_hub(name):
             from megaenc.data.sources.arrow_tables import HubDataset
 
@@ -188,16 +202,19 @@ def resolve_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs
                 f"{name}: streamed from the Hugging Face Hub, {source.end:,} files"
             )
         else:
-            if os.path.isdir(path) and not _is_saved_dataset(path):
-                files = _find_files(path, inputs.messages)
+            is_tokens = token_dtype is not None
+            if os.path.isdir(path) and (is_tokens or not _is_saved_dataset(path)):
+                files = _find_files(path, inputs.messages, is_tokens)
             else:
                 files = [_classify_file(path)]
             kinds |= {kind for kind, _ in files}
-            sources = list(_build_sources(files, settings, keys))
+            sources = list(_build_sources(files, settings, keys, token_dtype))
             inputs.sources.extend(sources)
             origin = {"path": path.resolve().name, "bytes": sum(source.size for source in sources)}
             if path.is_dir():
                 origin["files"] = sum(len(source.file_stats) for source in sources)
+            if is_tokens:
+                origin["tokens"] = keys[0]
         inputs.origins.append(origin)
     if len(settings.input) > 1:
         inputs.messages.extend(_find_files_read_twice(inputs))
@@ -314,9 +331,14 @@ def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> t
 
 
 def _build_sources(
-    files: Sequence[tuple[str, str]], settings: InputConfig, keys: Sequence[str]
+    files: Sequence[tuple[str, str]],
+    settings: InputConfig,
+    keys: Sequence[str],
+    token_dtype: str | None,
 ) -> Iterator[TextSource]:
     """Yield a source for each (kind, path), or for a group of whole text files."""
+    # An index may list the shards of subdirectories, which have an index of their own.
+    known_shards: set[str] = set()
     for kind, paths in groupby(files, key=lambda entry: entry[0]):
         if kind == "text" and settings.sample_by == "document":
             yield TextGroup([path for _, path in paths], settings.encoding)
@@ -332,6 +354,14 @@ def _build_sources(
                     yield from arrow_tables.find_saved_dataset_files(
                         path, settings.dataset_split, keys
                     )
+            elif kind == "mds":
+                # A slow import of pydantic.
+                from megaenc.data.sources import mds
+
+                shards = [shard for shard in mds.read_index(path) if shard.path not in known_shards]
+                known_shards.update(shard.path for shard in shards)
+                if shards:
+                    yield mds.MdsDataset(path, shards, keys, token_dtype)
             elif kind in ("csv", "tsv"):
                 yield DelimitedFile(
                     path, keys, kind == "csv", settings.encoding, settings.delimiter
@@ -345,7 +375,8 @@ def _build_sources(
 def _classify_file(path: Path) -> tuple[str, str]:
     """Return (kind, path) of an --input that is no directory of files.
 
-    The kind follows from the first bytes of Parquet or the suffix; it is jsonl by default.
+    The kind follows from the first bytes of Parquet or of an index of MDS shards, or from the
+    suffix; it is jsonl by default.
 
     Raises:
         InputError: The file is missing, empty or unreadable.
@@ -363,14 +394,19 @@ def _classify_file(path: Path) -> tuple[str, str]:
             is_parquet = stream.read(4) == b"PAR1"
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if _is_mds_index(path):
+        return "mds", str(path)
     return "parquet" if is_parquet else _kind_from_suffix(path.name) or "jsonl", str(path)
 
 
-def _find_files(directory: Path, messages: list[str]) -> list[tuple[str, str]]:
+def _find_files(
+    directory: Path, messages: list[str], is_tokens: bool = False
+) -> list[tuple[str, str]]:
     """Return (kind, path) of the readable files under `directory`, sorted by path.
 
     Hidden names are skipped. Links are followed, but each directory is read only once, under its
-    first path. What was found and left out is appended to `messages`.
+    first path. What was found and left out is appended to `messages`. In a directory of MDS shards
+    only its index is returned; with `is_tokens`, only such directories are read.
     """
     entries = []
     unknown = []
@@ -392,29 +428,35 @@ def _find_files(directory: Path, messages: list[str]) -> list[tuple[str, str]]:
                 duplicates.append(path)
                 continue
             visited.add(identity)
-            if _is_saved_dataset(Path(full)):
+            if not is_tokens and _is_saved_dataset(Path(full)):
                 entries.append((path, "saved", full))
             else:
                 unvisited.append(name)
         directories[:] = unvisited
+        if _MDS_INDEX in names and _is_mds_index(full := os.path.join(parent, _MDS_INDEX)):
+            entries.append((os.path.normpath(os.path.join(inner, _MDS_INDEX)), "mds", full))
+            continue  # the other files are its shards and statistics
         for name in names:
             path = os.path.normpath(os.path.join(inner, name))
             full = os.path.join(parent, name)
             if name.startswith("."):
                 continue
-            if (kind := _kind_from_suffix(name)) and os.path.isfile(full):
+            kind = None if is_tokens else _kind_from_suffix(name)
+            if kind and os.path.isfile(full):
                 entries.append((path, kind, full))
             else:
                 unknown.append(path)
     unknown.sort()
     if not entries:
+        expected = "MDS shards and their index.json with --input-tokens" if is_tokens else EXPECTED
         raise InputError(
             f"{directory}: holds nothing to "
-            f"read{f' but {format_paths(unknown)}' if unknown else ''}; expected {EXPECTED}"
+            f"read{f' but {format_paths(unknown)}' if unknown else ''}; expected {expected}"
         )
     if unknown:
+        reason = "not MDS" if is_tokens else "unknown kind of file"
         messages.append(
-            f"{directory}: {len(unknown):,} left out, unknown kind of file: {format_paths(unknown)}"
+            f"{directory}: {len(unknown):,} left out, {reason}: {format_paths(unknown)}"
         )
     if duplicates:
         messages.append(
@@ -450,6 +492,15 @@ def _kind_from_suffix(name: str) -> str | None:
     if name.endswith(".parquet"):
         return "parquet"
     return _SUFFIX_KINDS.get(os.path.splitext(strip_compression_suffix(name))[1])
+
+
+def _is_mds_index(path: str | Path) -> bool:
+    """Return whether a file is named and begins as the index of MDS shards."""
+    if os.path.basename(path) != _MDS_INDEX or not os.path.isfile(path):
+        return False
+    with contextlib.suppress(OSError), open(path, "rb") as stream:
+        return _MDS_INDEX_START.match(stream.read(1024)) is not None
+    return False
 
 
 def _is_saved_dataset(path: Path) -> bool:

@@ -13,7 +13,7 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
@@ -71,7 +71,12 @@ class TextBlock(ABC):
         """Return the number of decompressed bytes of the block, which `parse` reads."""
         return len(self.data)
 
-    def parse(self, keys: Sequence[str], skip_bad: bool) -> ParsedDocuments:
+    def parse(
+        self,
+        keys: Sequence[str],
+        skip_bad: bool,
+        convert: Callable[[tuple[Any, ...]], tuple[Any, ...] | InputError] | None = None,
+    ) -> ParsedDocuments:
         """Return the texts of each document under `keys`, and the number of bad documents.
 
         Blank lines are no documents; a text of a table or of JSON may be empty.
@@ -79,6 +84,8 @@ class TextBlock(ABC):
         Args:
             keys: JSON keys or columns, whose texts each document has in this order.
             skip_bad: Leave out and count bad documents instead of raising an error.
+            convert: Function of the texts of a document that returns what takes their place, or
+                the error of a bad document; None: they stay.
 
         Raises:
             InputError: A document is bad, unless `skip_bad`, or a file cannot be read; names the
@@ -87,6 +94,8 @@ class TextBlock(ABC):
         texts = []
         skipped = 0
         for index, document in self._parse_documents(keys):
+            if convert is not None and not isinstance(document, InputError):
+                document = convert(document)
             if not isinstance(document, InputError):
                 texts.append(document)
             elif skip_bad:
@@ -212,10 +221,13 @@ class FileBlock(TextBlock):
 
 
 @contextlib.contextmanager
-def open_decompressed(path: str, encoding: str = UTF8) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_decompressed(
+    path: str, encoding: str = UTF8, is_zstandard: bool | None = None
+) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open a plain, gzip or Zstandard file for the `with` block as a stream of UTF-8.
 
-    Its first bytes tell the compression, not its name.
+    Its first bytes tell the compression, not its name. `is_zstandard` tells it for a binary file,
+    which may begin with any bytes: Zstandard or none.
 
     Yields:
         The raw file, whose `tell` counts bytes on disk, and the stream. They are the same object
@@ -231,9 +243,11 @@ def open_decompressed(path: str, encoding: str = UTF8) -> Iterator[tuple[BinaryI
             start = raw.read(4)
             raw.seek(0)
             stream = raw
-            if start[:2] == b"\x1f\x8b":
+            if is_zstandard is None and start[:2] == b"\x1f\x8b":
                 stream = gzip.GzipFile(fileobj=raw, mode="rb")
-            elif start == b"\x28\xb5\x2f\xfd" or _SKIPPABLE_FRAME.match(start):
+            elif is_zstandard is None:
+                is_zstandard = start == b"\x28\xb5\x2f\xfd" or _SKIPPABLE_FRAME.match(start)
+            if is_zstandard:
                 stream = zstd.ZstdFile(
                     raw, options={zstd.DecompressionParameter.window_log_max: 31}
                 )
