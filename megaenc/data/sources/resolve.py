@@ -181,7 +181,7 @@ def resolve_inputs(
     kinds: set[str] = set()
     for name in settings.input:
         path = Path(name)
-        if token_dtype is not None and not path.is_dir():
+        if token_dtype is not None and not path.is_dir() and not _is_mds_index(path):
             raise InputError(
                 f"{name}: not a directory, expected one of MDS shards with --input-tokens; "
                 "download a data set of the Hub with `hf download`"
