@@ -20,7 +20,7 @@ from megaenc.data.preprocess.sentence_splitter import PunktModel, load_installed
 from megaenc.data.preprocess.worker import BlockTokenizer, TokenIds
 from megaenc.data.sources import resolve
 from megaenc.data.tokenizer.special_tokens import SpecialTokens
-from megaenc.errors import handle_command_errors
+from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import (
     check_parent_writable,
     create_parent_with_rollback,
@@ -84,6 +84,8 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     if settings.input_tokens is None:
         encoder = get_encoder(tokenizer)
     else:
+        if not special_tokens.count and settings.special_tokens is None:
+            _check_first_document(settings, inputs, tokenizer)
         encoder = TokenIds(vocabulary.size, special_tokens)
     block_tokenizer = BlockTokenizer(
         encoder=encoder,
@@ -152,6 +154,31 @@ def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> Specia
             remedy = f"--append-eod appends {end}"
         print_rank_0(f"no EOS token is appended to documents; {remedy}")
     return special
+
+
+def _check_first_document(
+    settings: PreprocessConfig, inputs: resolve.ResolvedInputs, tokenizer: Any
+) -> None:
+    """Raise InputError if the first document of token ids has tokens of the template.
+
+    Without --special-tokens, the metadata would have none.
+    """
+    from megaenc.data.tokenizer.special_tokens import FLAG, read_template
+
+    template = read_template(tokenizer)
+    documents = (
+        document
+        for block in resolve.read_blocks(inputs)
+        for document in block.parse(settings.keys, True).texts
+    )
+    for (tokens,) in documents:
+        if len(template.strip(tokens)) < len(tokens):
+            raise InputError(
+                f"--input-tokens {settings.input_tokens}: found special tokens of "
+                f"{template.describe(tokenizer)} around the first document, expected "
+                f"{FLAG} template, which adds missing ones, or {FLAG} none"
+            )
+        return
 
 
 def _load_or_train_punkt(settings: PreprocessConfig, inputs: resolve.ResolvedInputs) -> PunktModel:

@@ -64,13 +64,7 @@ class TokenIds:
             return InputError(
                 f"found token id {wrong[0]}, expected 0 to {self.vocab_size - 1} of --tokenizer"
             )
-        before = len(self.special_tokens.before)
-        after = len(self.special_tokens.after)
-        if tuple(tokens[:before]) == self.special_tokens.before:
-            tokens = tokens[before:]
-        if after and tuple(tokens[-after:]) == self.special_tokens.after:
-            tokens = tokens[:-after]
-        return (tokens.astype(np.uint32),)
+        return (self.special_tokens.strip(tokens).astype(np.uint32),)
 
     def encode_concatenated(self, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all documents, and the number of each document.

@@ -69,6 +69,16 @@ class SpecialTokens:
         """Return `tokens`, ids of a text, between the special ones, as int64[T + count]."""
         return np.concatenate([self.before, tokens, self.after]).astype(np.int64)
 
+    def strip(self, tokens: np.ndarray) -> np.ndarray:
+        """Return `tokens`, ids of a document, without those special ones that are at its ends."""
+        before = len(self.before)
+        after = len(self.after)
+        if tuple(tokens[:before]) == self.before:
+            tokens = tokens[before:]
+        if after and tuple(tokens[-after:]) == self.after:
+            tokens = tokens[:-after]
+        return tokens
+
     def describe(self, tokenizer: "PreTrainedTokenizerFast") -> str:
         """Return the tokens around a text for the console, such as `[CLS] ... [SEP]`."""
         before = tokenizer.convert_ids_to_tokens(list(self.before))

@@ -8,6 +8,7 @@ from text_helpers import (
     TEXTS,
     contents,
     corpus_settings,
+    documents_of,
     parse_blocks,
     reference_ids,
     small_tokenizer,
@@ -19,6 +20,7 @@ from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.preprocess.command import preprocess
 from megaenc.data.sources import text_files
 from megaenc.data.sources.resolve import InputConfig, read_blocks, read_texts, resolve_inputs
+from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.errors import InputError
 
 SAMPLES = [{"text": text.encode()} for text in TEXTS]
@@ -119,6 +121,25 @@ def test_token_ids_give_the_corpus_of_their_texts(
     metadata = read_corpus_metadata(prefix)
     assert metadata.sources[0]["tokens"] == "input_ids"
     assert metadata.special_tokens == read_corpus_metadata(expected).special_tokens
+
+
+def test_special_tokens_that_no_flag_names_are_refused(tmp_path):
+    tokenizer = set_special_tokens(small_tokenizer(), SpecialTokens("template", (1,), (0,)))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    samples = [{"ids": encode_array([1, 5, 6], np.uint16)}]
+    directory = write_mds(tmp_path / "d", {"ids": "ndarray:uint16"}, samples)
+    settings = corpus_settings(
+        directory, str(tmp_path / "tokenizer"), input_tokens="ids", append_eod=False
+    )
+    with pytest.raises(InputError) as error:
+        preprocess(settings)
+    assert "around the first document, expected --special-tokens template" in str(error.value)
+    for mode, ids in (("template", [1, 5, 6, 0]), ("none", [1, 5, 6])):
+        changed = dataclasses.replace(
+            settings, special_tokens=mode, output_prefix=str(tmp_path / mode)
+        )
+        (prefix,) = preprocess(changed)
+        assert documents_of(prefix) == [[ids]]
 
 
 def test_an_array_of_a_fixed_shape_is_a_document(tmp_path):
