@@ -70,7 +70,10 @@ class SpecialTokens:
         return np.concatenate([self.before, tokens, self.after]).astype(np.int64)
 
     def strip(self, tokens: np.ndarray) -> np.ndarray:
-        """Return `tokens`, ids of a document, without those special ones that are at its ends."""
+        """Return `tokens`, ids of a text, without the special ones around it.
+
+        Those before it and those after it are removed separately, if all of them are there.
+        """
         before = len(self.before)
         after = len(self.after)
         if tuple(tokens[:before]) == self.before:
