@@ -6,7 +6,9 @@ from pathlib import Path
 import hf_models
 import hf_tokenizers
 import pytest
+import runs
 import torch
+from small_data import read_json
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +41,44 @@ def came_in(small_corpus, shared_directory) -> Callable[..., tuple[Path, Path]]:
         return directory / "hf", directory / "core"
 
     return find
+
+
+@pytest.fixture(scope="session")
+def two_runs(small_corpus, shared_directory) -> Path:
+    """Run twenty steps that keep checkpoints 10 and 20, and one step of tiny updates.
+
+    The second run's weights do not change. Neither run, `run` nor `still`, is to be changed.
+    """
+
+    def make(directory: Path) -> None:
+        flags = [*small_corpus.flags, *runs.SHORT_RUN, "--bf16"]
+        keep = ["--save-interval", "5", "--keep-every", "10"]
+        still = [
+            "--train-iters",
+            "1",
+            "--lr",
+            "1e-30",
+            "--objective-schedule",
+            "mlm",
+            "--lr-warmup-iters",
+            "0",
+        ]
+        still += ["--lr-wsd-decay-iters", "1", "--no-untie-embeddings-and-output-weights"]
+        jobs = [
+            runs.Job(directory / "run", [*flags, *keep, "--tensor-model-parallel-size", "2"], 2),
+            runs.Job(directory / "still", [*flags, *still]),
+        ]
+        runs.in_turn(jobs, directory)
+
+    return shared_directory("two runs", make)
+
+
+@pytest.fixture(scope="session")
+def exports(two_runs, shared_directory) -> dict[int, Path]:
+    """Return the exports of `--all` of the run of twenty steps, by step; not to be changed."""
+    directory = shared_directory(
+        "exports",
+        lambda directory: hf_models.to_hf(two_runs / "run", directory / "hf", "--all"),
+    )
+    certificates = (directory / "hf").glob("*/conversion.json")
+    return {read_json(file)["step"]: file.parent for file in certificates}

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import hf_models
 import pytest
-import runs
 import torch
 from small_data import read_json
 from transformers import AutoTokenizer
@@ -23,46 +22,12 @@ from megaenc.training.run_init import NEW_WEIGHTS, Ancestor, RunInit
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
 
-@pytest.fixture(scope="module")
-def two_runs(small_corpus, tmp_path_factory):
-    """Run twenty steps that keep checkpoints 10 and 20, and one step of tiny updates.
-
-    The second run's weights do not change.
-    """
-    directory = tmp_path_factory.mktemp("all")
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--bf16"]
-    keep = ["--save-interval", "5", "--keep-every", "10"]
-    still = [
-        "--train-iters",
-        "1",
-        "--lr",
-        "1e-30",
-        "--objective-schedule",
-        "mlm",
-        "--lr-warmup-iters",
-        "0",
-    ]
-    still += ["--lr-wsd-decay-iters", "1", "--no-untie-embeddings-and-output-weights"]
-    jobs = [
-        runs.Job(directory / "run", [*flags, *keep, "--tensor-model-parallel-size", "2"], 2),
-        runs.Job(directory / "still", [*flags, *still]),
-    ]
-    runs.in_turn(jobs, directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def exports(two_runs):
-    """Return the exports of `--all` by step."""
+@pytest.mark.multiprocess
+def test_each_kept_checkpoint_and_step_0(two_runs, exports):
     size = f"{open_run_checkpoint(two_runs / 'run').model.parameter_count(400) / 1e6:.3g}m"
     name = f"{size}-clm-10-mlm40-20"
-    directory = hf_models.to_hf(two_runs / "run", two_runs / "hf", "--all")
-    assert {path.name for path in directory.iterdir()} == {f"{name}-0", f"{name}-10", name}
-    return {0: directory / f"{name}-0", 10: directory / f"{name}-10", 20: directory / name}
-
-
-@pytest.mark.multiprocess
-def test_each_kept_checkpoint_and_step_0(exports):
+    assert [exports[step].name for step in (0, 10, 20)] == [f"{name}-0", f"{name}-10", name]
+    assert len(list(exports[20].parent.iterdir())) == 3
     for step, directory in exports.items():
         assert read_json(directory / "conversion.json")["step"] == step
         card = (directory / "README.md").read_text()
