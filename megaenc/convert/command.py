@@ -12,6 +12,7 @@ import tyro
 
 from megaenc import flags
 from megaenc.console import print_rank_0, silence_libraries
+from megaenc.convert.hub_upload import CERTIFICATE
 from megaenc.errors import InputError, closest_match, handle_command_errors
 from megaenc.flags import NonNegativeFloat, NonNegativeInt, PositiveFraction
 from megaenc.output_paths import report_stale_files
@@ -40,7 +41,7 @@ class ToHFConfig:
     load: str = ""
     """run directory (the --save of a pretraining run)"""
     output: str = ""
-    """directory to write; must not exist"""
+    """directory to write; must not exist, unless --push is given and it holds the same export"""
     architecture: Annotated[
         Literal[
             *(
@@ -67,6 +68,10 @@ class ToHFConfig:
     all: bool = False
     """export every checkpoint, and step 0, to directories in --output with names such as
     610m-clm-10k-mlm40-42k"""
+    push: str = ""
+    """repository of the Hugging Face Hub to upload to, as ORG/NAME: the export to its revision
+    main, with --all each checkpoint to step1000 and so on and the last one also to main; a missing
+    repository is created and is private"""
     dtype: Literal["run", "bf16", "fp32"] = "run"
     """dtype of the weights; run: the run's"""
     max_shard_size: str = "5GB"
@@ -189,8 +194,6 @@ def _to_hf(options: ToHFConfig) -> None:
 
 def _describe_proof(directory: Path) -> str:
     """Return, as text, the class, attention and largest difference of an export."""
-    from megaenc.convert.to_hf import CERTIFICATE
-
     proof = json.loads((directory / CERTIFICATE).read_text(encoding="utf-8"))
     largest = max(
         difference

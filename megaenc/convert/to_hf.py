@@ -5,6 +5,7 @@ The checkpoint may be saved in any layout; the directory needs no custom code.
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megaenc.convert.architectures import (
     build_export_config,
     describe_changed_fields,
 )
+from megaenc.convert.hub_upload import CERTIFICATE, MAIN, HubRepository
 from megaenc.convert.model_card import (
     ExportProvenance,
     build_model_card,
@@ -44,54 +46,58 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
 from megaenc.errors import InputError
 from megaenc.hf.checkpoint import GENERATION
 from megaenc.hf.model import find_base_class, find_lowest_version, save_hf_config
+from megaenc.json_files import read_json_or_empty
 from megaenc.objectives import Attention
 from megaenc.output_paths import create_parent_dir, refuse_existing
 from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.run_dir import TOKENIZER_DIR
 from megaenc.training.run_init import identity_digest
 
-CERTIFICATE = "conversion.json"
 _BASE_PREFIX = "model."
 """Prefix of the base model's weights in a model with an output layer, of all families."""
 _WRITTEN = [name for name, family in FAMILIES.items() if not family.export_as]
 
 
-def to_hf(load: Path, output: Path, *, step: int | None = None, **options: Any) -> int:
+def to_hf(
+    load: Path, output: Path, *, step: int | None = None, push: str = "", **options: Any
+) -> int:
     """Export a checkpoint of a run to a new directory, verify it, and return its step.
 
     Writes config.json, safetensors, the tokenizer, a model card (README.md) and the certificate,
     conversion.json. The output at position i predicts token i + `prediction_shift` of config.json.
     If a part is missing or the export differs from the run's model, the InputError leaves no
-    directory.
+    directory; if the upload fails, the directory stays.
 
     Args:
         load: Run directory.
-        output: Directory to create; it must not exist.
+        output: Directory to create; it must not exist, unless `push` is given and it holds the same
+            export.
         step: Step of the checkpoint; None: the newest.
+        push: Repository of the Hub whose main revision becomes the export; empty: none.
         options: Those of `Exporter`, such as `architecture="llama"`.
     """
-    refuse_existing(output, "--output")
+    if not push:
+        refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
-    if step is None and run.settings.phases:
+    if step is None:
         step = run.newest_step(CheckpointDir(load / "checkpoints"))
     exporter = Exporter(run.at_step(step), **options)
-    create_parent_dir(output, "--output")
-    with atomic_dir(output) as directory:
-        step = exporter.write(directory, output.resolve().name, step)
-    exporter.report_changed_fields()
+    _write_exports(output, {"": (exporter, step)}, push, {MAIN: output})
     return step
 
 
-def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
+def to_hf_all(load: Path, output: Path, *, push: str = "", **options: Any) -> list[str]:
     """Export all checkpoints of run `load` to directories in `output`.
 
-    Step 0 is exported too if its weights follow from the seed. All directories are written or none:
-    `output` must not exist. Arguments and errors are those of `to_hf`.
+    Step 0 is exported too if its weights follow from the seed. All directories are written or none.
+    Arguments and errors are those of `to_hf`, but the revisions in `push` are step0, step1000 and
+    so on, and main for the last one.
 
     Returns:
         The directory names (see `export_name`) in the order of steps.
     """
-    refuse_existing(output, "--output")
+    if not push:
+        refuse_existing(output, "--output")
     run = open_run_checkpoint(load)
     steps = run.exportable_steps()
     exporters = {
@@ -99,13 +105,50 @@ def to_hf_all(load: Path, output: Path, **options: Any) -> list[str]:
         for step in (steps if run.settings.phases else steps[:1])
     }
     names = [export_name(run, exporters[steps[0]].schedule, step) for step in steps]
-    create_parent_dir(output, "--output")
-    with atomic_dir(output) as directory:
-        for name, step in zip(names, steps, strict=True):
-            (directory / name).mkdir()
-            exporters.get(step, exporters[steps[0]]).write(directory / name, name, step)
-    exporters[steps[0]].report_changed_fields()
+    exports = {}
+    revisions = {}
+    for name, step in zip(names, steps, strict=True):
+        exports[name] = (exporters.get(step, exporters[steps[0]]), step)
+        revisions[f"step{step}"] = output / name
+    _write_exports(output, exports, push, revisions | {MAIN: output / names[-1]})
     return names
+
+
+def _write_exports(
+    output: Path,
+    exports: dict[str, tuple["Exporter", int]],
+    push: str,
+    revisions: dict[str, Path],
+) -> None:
+    """Write all exports or none, and upload them.
+
+    Args:
+        output: Directory to create.
+        exports: Exporter and step by directory name in `output`; empty name: `output` itself.
+        push: Repository of the Hub; empty: none. Exports that exist are then not written again.
+        revisions: Directory in `output` by revision in the repository.
+    """
+    first_name = next(iter(exports))
+    first_exporter = exports[first_name][0]
+    # os.path.isfile is False for a path that cannot be accessed, which refuse_existing reports.
+    exists = push and os.path.isfile(output / first_name / CERTIFICATE)
+    if exists:
+        for name, (exporter, step) in exports.items():
+            exporter.check_written(output / name, step)
+    else:
+        refuse_existing(output, "--output")
+    if push:
+        identity = identity_digest(first_exporter.run.identity)
+        repository = HubRepository(push, list(revisions), identity)
+    if not exists:
+        create_parent_dir(output, "--output")
+        with atomic_dir(output) as directory:
+            for name, (exporter, step) in exports.items():
+                (directory / name).mkdir(exist_ok=True)
+                exporter.write(directory / name, name or output.resolve().name, step)
+        first_exporter.report_changed_fields()
+    if push:
+        repository.upload(revisions)
 
 
 def select_export_family(
@@ -208,13 +251,13 @@ class Exporter:
                 self.special_tokens = dataclasses.replace(self.special_tokens, after=())
             self.tokenizer = set_special_tokens(self.tokenizer, self.special_tokens)
 
-    def write(self, directory: Path, name: str, step: int | None) -> int:
-        """Write and verify the export of one step in `directory`, and return the step.
+    def write(self, directory: Path, name: str, step: int) -> None:
+        """Write and verify the export of one step in `directory`.
 
         Args:
             directory: Existing empty directory.
             name: Name of the model in its card.
-            step: Step of the checkpoint; None: the newest.
+            step: Step of the checkpoint.
 
         Raises:
             InputError: The checkpoint is unusable, its output layer does not fit, or the export
@@ -223,7 +266,7 @@ class Exporter:
         run = self.run
         probe = ProbeBatch.build(run.vocab_size, run.context, run.model.window_size)
         tokens = self._write_tokenizer(directory)
-        with run.load_encoder(step, len(probe.documents[0])) as (step, encoder):
+        with run.load_encoder(step, len(probe.documents[0])) as (_, encoder):
             provenance = self._provenance(step)
             objective = provenance.select_objective(self.attention)
             if objective.classes and not self.encoder_only:
@@ -265,16 +308,38 @@ class Exporter:
                 f"step {step} of {run.directory}: the export is not the model: {error}; "
                 "nothing is written"
             ) from None
-        origin = {
+        certificate = self._origin(step) | proof | {"tokenizer": tokens}
+        write_json(directory / CERTIFICATE, certificate, indent=1)
+
+    def check_written(self, directory: Path, step: int) -> None:
+        """Raise InputError if `directory` does not hold this export of `step`.
+
+        Its certificate must have the same run and options; nothing else is read.
+        """
+        certificate = read_json_or_empty(directory / CERTIFICATE)
+        for name, expected in self._origin(step).items():
+            if certificate.get(name) != expected:
+                raise InputError(
+                    f"--output {directory}: exists already, found an export with {name} "
+                    f"{certificate.get(name)}, expected {expected}; remove it or choose another "
+                    "name"
+                )
+
+    def _origin(self, step: int) -> dict[str, Any]:
+        """Return the entries of conversion.json that this export has before it is written."""
+        return {
             "megaenc": __version__,
-            "run": run.directory.resolve().name,
+            "run": self.run.directory.resolve().name,
             "step": step,
             "family": self.family.model_type,
-            "identity": identity_digest(run.identity),
+            "identity": identity_digest(self.run.identity),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": str(self.attention),
+            "license": self.license,
+            "max_shard_bytes": self.max_shard_bytes,
+            "encoder_only": self.encoder_only,
+            "sentence_transformers": self.sentences,
         }
-        write_json(directory / CERTIFICATE, origin | proof | {"tokenizer": tokens}, indent=1)
-        return step
 
     def report_changed_fields(self) -> None:
         """Print a line for each field of the original model's config.json that changed."""

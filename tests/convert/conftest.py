@@ -75,7 +75,7 @@ def two_runs(small_corpus, shared_directory) -> Path:
 
 @pytest.fixture(scope="session")
 def exports(two_runs, shared_directory) -> dict[int, Path]:
-    """Return the exports of `--all` of the run of twenty steps, by step; not to be changed."""
+    """Return all exports of the run of twenty steps, by step; not to be changed."""
     directory = shared_directory(
         "exports",
         lambda directory: hf_models.to_hf(two_runs / "run", directory / "hf", "--all"),
