@@ -107,7 +107,7 @@ def squad(questions: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def write_families(root: Path) -> None:
     """Write a data set for each family: the label is which of two words occurs.
 
-    Two are of retrieval: `ir` and `other`.
+    That of regression counts a word. Two are of retrieval: `ir` and `other`.
     """
     random = np.random.default_rng(0)
     texts = {}
@@ -118,6 +118,7 @@ def write_families(root: Path) -> None:
         classified = []
         tagged = []
         asked = []
+        rated = []
         for at, text in enumerate(some):
             words = text.split()
             classified.append(
@@ -134,7 +135,9 @@ def write_families(root: Path) -> None:
             asked.append(
                 {"id": f"{split}{at}", "question": "which?", "context": text, "answers": answers}
             )
+            rated.append({"id": at, "text": text, "label": words.count("stan") - 0.5})
         write_file(root / "sc" / f"{split}.jsonl", classified)
+        write_file(root / "regression" / f"{split}.jsonl", rated)
         write_file(root / "tc" / f"{split}.jsonl", tagged)
         write_file(root / "qa" / f"{split}.json", squad(asked))
     for name, place in (("ir", 0), ("other", 1)):

@@ -16,7 +16,7 @@ from megaenc.embed.evaluation_file import EvaluationRow
 from megaenc.errors import InputError, first_error_line
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.local import find_split_files
-from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.examples import SEQUENCE_FAMILIES, TaskFamily
 from megaenc.finetune.results.aggregate import compute_interval
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def load_labelled_set(name: str, path: Path) -> ProbeTask:
     rows = list(formats.read_rows(file))
     if not rows:
         raise InputError(f"{file}: holds no example, expected {formats.EXPECTED_FORMATS}")
-    if formats.infer_family(file, rows[0][1]) is not TaskFamily.SC:
+    if formats.infer_family(file, rows[0][1]) not in SEQUENCE_FAMILIES:
         raise InputError(
             f"{file}: found rows with {', '.join(rows[0][1])}, expected text, label and, for "
             "similarity, text_pair"

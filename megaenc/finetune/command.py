@@ -35,6 +35,7 @@ _BASELINE_DESCRIPTIONS = {
     TaskFamily.TC: "most frequent tag of each word",
     TaskFamily.QA: "never answering",
     TaskFamily.IR: "random ranking",
+    TaskFamily.REGRESSION: "one number for all texts",
 }
 """The trivial predictor behind `Scores.baseline` of each family."""
 

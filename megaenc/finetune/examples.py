@@ -28,29 +28,35 @@ class TaskFamily(StrEnum):
     """Enum of task families, whose values are their names.
 
     SC is sequence classification, TC token classification, QA extractive question answering and IR
-    retrieval.
+    retrieval: the four of the study (STUDY_FAMILIES). REGRESSION predicts a number for each text.
     """
 
     SC = "SC"  # sequence classification
     TC = "TC"  # token classification
     QA = "QA"  # extractive question answering
     IR = "IR"  # retrieval
+    REGRESSION = "regression"  # a number for each text
 
+
+STUDY_FAMILIES = (TaskFamily.SC, TaskFamily.TC, TaskFamily.QA, TaskFamily.IR)
+"""Task families of the study."""
+SEQUENCE_FAMILIES = (TaskFamily.SC, TaskFamily.REGRESSION)
+"""Task families whose examples are `LabelledText`, and whose head reads one state of each text."""
 
 SplitName: TypeAlias = Literal["train", "validation", "test"]
 
 
 @dataclass(frozen=True)
 class LabelledText:
-    """Example of sequence classification: id, text or pair of texts, label index.
+    """Example of SEQUENCE_FAMILIES: id, text or pair of texts, label.
 
-    `label` is an index in `Dataset.labels`. `text_pair` is the second text; None for a single text
-    and for a pair that a template has joined to one text.
+    `label` is an index in `Dataset.labels`, a number in regression. `text_pair` is the second text;
+    None for a single text and for a pair that a template has joined to one text.
     """
 
     id: str
     text: str
-    label: int
+    label: int | float
     text_pair: str | None = None
 
     @property
@@ -138,16 +144,17 @@ class Dataset:
     """Labelled data set: task family, labels, fingerprints and a reader of its splits.
 
     `find_dataset` builds it by name or path, and `load_split` reads its examples. `labels` are
-    classes or tags in the order of their indices, empty for QA and IR. `train_on` names the
-    training data, which differs from `name` only in retrieval. The fingerprints are SHA-256 (hex)
-    of the data, or of id and revision on the Hub. `pair_template` is empty without pairs.
+    classes or tags in the order of their indices, ("score",) for regression, empty for QA and IR.
+    `train_on` names the training data, which differs from `name` only in retrieval. The
+    fingerprints are SHA-256 (hex) of the data, or of id and revision on the Hub. `pair_template` is
+    empty without pairs.
     """
 
     name: str
     """Name of the data set and of its directory in results."""
     family: TaskFamily
     labels: tuple[str, ...]
-    """Classes of SC, tags of TC (with "O"); empty for QA and IR."""
+    """Classes of SC, tags of TC (with "O"), ("score",) of regression; empty for QA and IR."""
     train_on: str
     """Name of the training data set: `name`, except in retrieval."""
     fingerprint: str
@@ -157,8 +164,8 @@ class Dataset:
     read_split: Callable[[SplitName], Examples] = field(repr=False, compare=False)
     """Function that reads a split without the check of `load_split`."""
     pair_template: str = ""
-    """Template that joins the two texts of a pair in SC, TOKENIZER_PAIRS if the tokenizer joins
-    them, or empty without pairs."""
+    """Template that joins the two texts of a pair, TOKENIZER_PAIRS if the tokenizer joins them, or
+    empty in TC, QA and IR."""
 
     def load_split(self, name: SplitName) -> Examples:
         """Return the examples of a split, in order: a list, or RetrievalExamples.

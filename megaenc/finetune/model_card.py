@@ -12,6 +12,7 @@ _PIPELINES = {
     TaskFamily.TC: "token-classification",
     TaskFamily.QA: "token-classification",
     TaskFamily.IR: "sentence-similarity",
+    TaskFamily.REGRESSION: "text-classification",
 }
 _USAGE = {
     TaskFamily.SC: """from transformers import pipeline
@@ -42,7 +43,8 @@ model = SentenceTransformer("DIRECTORY")
 queries, documents = model.encode(["a query"], prompt_name="query"), model.encode(["a text"], prompt_name="document")
 model.similarity(queries, documents)""",
 }
-
+# The pipeline reads `problem_type` of config.json, so that a score is the number itself.
+_USAGE[TaskFamily.REGRESSION] = _USAGE[TaskFamily.SC].replace("classify", "predict")
 
 _SPACED_WORDS = '[words[0], *(f" {word}" for word in words[1:])]'
 

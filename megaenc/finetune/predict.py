@@ -16,7 +16,14 @@ from megaenc.errors import InputError, first_error_line, handle_command_errors
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.local import DatasetConfig
-from megaenc.finetune.examples import Dataset, Examples, Question, TaggedWords, TaskFamily
+from megaenc.finetune.examples import (
+    SEQUENCE_FAMILIES,
+    Dataset,
+    Examples,
+    Question,
+    TaggedWords,
+    TaskFamily,
+)
 from megaenc.finetune.results.files import MODEL_DETAILS
 from megaenc.hf.checkpoint import shorten_repr
 from megaenc.json_files import read_json_object
@@ -182,7 +189,7 @@ def _build_examples(
     def build() -> Iterator[Any]:
         for location, row in rows:
             formats.check_id(row, location)
-            if family == TaskFamily.SC:
+            if family in SEQUENCE_FAMILIES:
                 if row.get("text_pair") and not pair_template:
                     raise InputError(
                         f"{location}: field `text_pair`: expected both texts in `text`, "
@@ -234,9 +241,10 @@ def predict(
     """Return the predictions of a fine-tuned model, one for each example, in order.
 
     A prediction is {"label", "score"} in SC, with the probability of the label from 0 to 1, rounded
-    to 6 digits; {"tags"}, a list with a tag's name for each word, in TC; {"answer"}, a text, empty
-    if there is none, in QA. Progress and the number of texts that are cut are printed. It is an
-    InputError if the directory holds no such model, a row cannot be tokenized, or a score is NaN.
+    to 6 digits; {"label"}, a number rounded to 6 digits, in regression; {"tags"}, a list with a
+    tag's name for each word, in TC; {"answer"}, a text, empty if there is none, in QA. Progress and
+    the number of texts that are cut are printed. It is an InputError if the directory holds no such
+    model, a row cannot be tokenized, or a score is NaN.
 
     Args:
         directory: Directory that --save-model or --keep wrote.
@@ -259,7 +267,7 @@ def predict(
 
     labels = _read_labels(directory / "config.json")
     hf, config = open_model_directory(str(directory))
-    set_labels(config, labels)
+    set_labels(config, family, labels)
     model_class = find_task_class(config, family)
     architectures = hf.config.get("architectures")
     if model_class is None or architectures != [model_class.__name__]:
@@ -322,7 +330,10 @@ def predict(
                     f"--model {directory}: computes scores that are NaN or infinite, "
                     "expected a model that was trained"
                 )
-            if family == TaskFamily.SC:
+            if family == TaskFamily.REGRESSION:
+                for row, number in zip(part, outputs[:, 0].tolist(), strict=True):
+                    predictions[row] = {"label": round(number, 6)}
+            elif family == TaskFamily.SC:
                 for row, probabilities in zip(part, outputs.softmax(-1), strict=True):
                     best = int(probabilities.argmax())
                     scores = [round(score, 6) for score in probabilities.tolist()]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import f1_score, ndcg_score
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
@@ -27,6 +28,16 @@ def score_sc(directory, data):
     found = classify([row["text"] for row in rows])
     right = [one["label"] == row["label"] for one, row in zip(found, rows, strict=True)]
     return np.mean(right), classify(SENTENCES)
+
+
+def score_regression(directory, data):
+    """Mean of both correlations of the numbers, by the pipeline's defaults."""
+    predict = pipeline("text-classification", str(directory), batch_size=4, truncation=True)
+    assert predict.model.config.problem_type == "regression"
+    rows = read(data / "test.jsonl")
+    gold = [row["label"] for row in rows]
+    found = [one["score"] for one in predict([row["text"] for row in rows])]
+    return np.mean([pearsonr(gold, found)[0], spearmanr(gold, found)[0]]), predict(SENTENCES)
 
 
 def score_tc(directory, data):

@@ -11,6 +11,7 @@ import runs
 import tokenizer_shapes
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.stats import pearsonr
 from sklearn.metrics import accuracy_score, f1_score
 from small_data import read_json, write_file, write_splits
 from small_models import save_model
@@ -44,6 +45,8 @@ CASES = {
     "qa": ("eurobert", "qa", []),
     "ir": ("eurobert", "ir", []),
     "last token": ("eurobert", "ir", ["--pooling", "lasttoken"]),
+    "regression": ("eurobert", "regression", []),
+    "native regression": ("modernbert", "regression", ["--head", "native"]),
     "bf16": ("eurobert", "tc", ["--precision", "bf16"]),
     "native sc": ("modernbert", "sc", ["--head", "native"]),
     "native qa": ("modernbert", "qa", ["--head", "native"]),
@@ -152,6 +155,7 @@ def test_the_models_have_learned_something(kept):
 
 def test_pipelines_answer_with_the_names_of_labels(kept):
     assert {answer["label"] for answer in kept["sc"][3]} <= {"bad", "good"}
+    assert {answer["label"] for answer in kept["regression"][3]} == {"score"}
     assert {entity["entity"] for entities in kept["tc"][3] for entity in entities} == {"B-X"}
     assert {one["entity"] for tokens in kept["native qa"][3] for one in tokens} == {
         "OUTSIDE",
@@ -394,6 +398,11 @@ def test_predictions_give_the_score_of_the_run(kept, data, tmp_path):
         for one, row in zip(found, rows, strict=True)
     ]
     assert sum(scores) / len(scores) == pytest.approx(kept["tc"][1]["test"]["score"])
+    rows = read(data / "regression" / "test.jsonl")
+    found = predict(kept["regression"][0], data / "regression" / "test.jsonl", tmp_path / "found")
+    correlation = pearsonr([row["label"] for row in rows], [one["label"] for one in found])
+    pearson = kept["regression"][1]["test"]["metrics"]["pearson"]
+    assert correlation.statistic == pytest.approx(pearson, abs=1e-5)
     found = predict(kept["native qa"][0], data / "qa" / "test.json", tmp_path / "found.jsonl")
     texts = [
         one["context"] for one in read_json(data / "qa" / "test.json")["data"][0]["paragraphs"]

@@ -198,7 +198,7 @@ _TEXTS = {
     **_labelled("set-newlabel", valid='{"text": "one", "label": 7}\n'),
     **_labelled("set-empty", test=""),
     **_labelled("set-latin", test='{"text": "café", "label": 1}\n'.encode("latin-1")),
-    **_labelled("set-float", train='{"text": "one", "label": 0.5}\n'),
+    **_labelled("set-float", train='{"text": "one", "label": 1}\n{"text": "two", "label": 0.5}\n'),
     **_labelled("set-pairs", test='{"text": "one", "text_pair": "two", "label": 1}\n'),
     **_labelled(
         "set-scores",

@@ -114,7 +114,7 @@ ROWS = {
     "{eval} --data mine --model hf": "mine: found no file of a known format",
     "{eval} --data set-pairs --model hf": "set-pairs/test.jsonl: found pairs with classes",
     "{eval} --data set-scores --model hf": "set-scores/test.jsonl:2",
-    "{eval} --data set-float --model hf": "set-float/train.jsonl:1",
+    "{eval} --data set-float --model hf": "set-float/train.jsonl:2",
     "{eval} --data set-tags --model hf": "set-tags/test.jsonl: found rows with tokens",
     "{eval} --data set-empty --model hf": "set-empty/test.jsonl: holds no example",
     "{eval} --data set-notrain --model hf": "set-notrain: no train split",

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megaenc.finetune.config import format_learning_rate
-from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.examples import STUDY_FAMILIES, TaskFamily
 from megaenc.finetune.results.aggregate import STUDY_DATASETS
 from megaenc.study.manifest.model_key import ModelKey, format_model_name
 from megaenc.study.results.evidence import AVERAGE
@@ -39,7 +39,7 @@ def write(root: Path, models: list[str] | None = None, rates: int = 3) -> None:
         model = format_model_name(key)
         if models is not None and model not in models:
             continue
-        for family in TaskFamily:
+        for family in STUDY_FAMILIES:
             for dataset, of_seeds in seed_scores(key, family).items():
                 best = RATES.index(chosen_rate(model, dataset))
                 _write_set(root / model / family / dataset, best, of_seeds, rates)

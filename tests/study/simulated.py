@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.examples import STUDY_FAMILIES, TaskFamily
 from megaenc.finetune.results.aggregate import STUDY_DATASETS, compute_interval
 from megaenc.study.claims.verdicts import Verdict, judge
 from megaenc.study.manifest.model_key import ModelKey, format_model_name
@@ -153,12 +153,13 @@ def paper_study(number: int, effect: float = 1.0) -> Evidence:
             )
         }
     scores = []
-    trunks: dict[tuple, np.ndarray] = defaultdict(lambda: random.standard_normal(len(TaskFamily)))
+    count = len(STUDY_FAMILIES)
+    trunks: dict[tuple, np.ndarray] = defaultdict(lambda: random.standard_normal(count))
     for key, name in names.items():
         base = replace(key, clm_steps=0, mlm_steps=key.clm_steps + key.mlm_steps, mask_ratio=0.4)
         trunk = trunks[key.size, key.clm_steps > 0 or key.mask_ratio]
         of_run = dict(
-            zip(TaskFamily, (trunk + random.standard_normal(len(TaskFamily))) / 2**0.5, strict=True)
+            zip(STUDY_FAMILIES, (trunk + random.standard_normal(count)) / 2**0.5, strict=True)
         )
         for family, datasets in STUDY_DATASETS.items():
             members = []

@@ -5,6 +5,7 @@ a location, such as file and line.
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,8 +50,9 @@ _NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|nan|inf(inity)?)", 
 _HIDDEN = "-1"
 """Label of every row of a test split whose labels are not published, as in GLUE."""
 EXPECTED_FORMATS = (
-    "rows with text and label (SC), tokens and tags (TC) or question, context and answers (QA) "
-    "in JSONL, TSV, CSV or Parquet, columns of words and tags (.conll, .iob2), or SQuAD's JSON"
+    "rows with text and label (SC, regression), tokens and tags (TC) or question, context and "
+    "answers (QA) in JSONL, TSV, CSV or Parquet, columns of words and tags (.conll, .iob2), "
+    "or SQuAD's JSON"
 )
 _COLUMNS = (".conll", ".iob2", ".iob", ".bio", ".txt")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", ".parquet", *_COLUMNS)
@@ -115,9 +117,10 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
-    """Return the task family of a row by its keys; its values are not read.
+    """Return the task family of a row by its keys and the type of its label.
 
-    It is TC with tokens and tags, else QA with question and context, else SC with text or label.
+    It is TC with tokens and tags, else QA with question and context, else regression with a label
+    that is a float, else SC with text or label.
 
     Args:
         path: File of the row, for the error.
@@ -129,6 +132,8 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
         return TaskFamily.TC
     if "question" in row and "context" in row:
         return TaskFamily.QA
+    if isinstance(row.get("label"), float):
+        return TaskFamily.REGRESSION
     if "text" in row or "label" in row:
         return TaskFamily.SC
     raise InputError(
@@ -416,11 +421,16 @@ class LabelSet:
         return self._indices[name]
 
 
-_NO_REGRESSION = "found a number with a point, expected a class; regression is not supported"
+FIXED_LABELS = {
+    TaskFamily.QA: LabelSet((), is_indexed=False),
+    TaskFamily.REGRESSION: LabelSet(("score",), is_indexed=False),
+}
+"""Labels of families whose rows name none, by family: regression has the name of its output."""
+_NO_CLASS = "found a number with a point, expected a class; numbers need --task regression"
 
 
 def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelSet) -> bool:
-    """Return whether all rows have the label -1, which is none of `labels`.
+    """Return whether all rows have the label -1 or -1.0, which is none of `labels`.
 
     Test splits whose labels are not published have it, as in GLUE. Without rows the result is
     False.
@@ -432,7 +442,7 @@ def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelS
         return False
     has_rows = False
     for _, row in rows:
-        if str(row.get("label")) != _HIDDEN:
+        if str(row.get("label")).removesuffix(".0") != _HIDDEN:
             return False
         has_rows = True
     return has_rows
@@ -448,10 +458,31 @@ def parse_label(value: Any, location: str) -> str:
         InputError: The value is anything else, such as a float or a bool.
     """
     if isinstance(value, float):
-        raise InputError(f"{location}: label {value}: {_NO_REGRESSION}")
+        raise InputError(f"{location}: label {value}: {_NO_CLASS}")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
         raise InputError(f"{location}: label {value!r}: expected text or an integer")
     return str(value)
+
+
+def parse_number(value: Any, location: str) -> float:
+    """Return the label `value` of regression, a finite number or its digits as text.
+
+    Args:
+        location: Start of the error, such as file:line.
+
+    Raises:
+        InputError: The value is anything else, such as NaN or a bool.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number and not (isinstance(value, str) and _NUMBER.fullmatch(value)):
+        raise InputError(f"{location}: label {value!r}: expected a number")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise InputError(f"{location}: label {value}: expected a finite number")
+    return number
 
 
 def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
@@ -482,7 +513,7 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
     scores = [name for name in names if "." in name or "e" in name.lower()]
     if scores and all(_NUMBER.fullmatch(name) for name in names):
         advice = "names of classes that look like numbers need a meta.json that lists them"
-        raise InputError(f"{names[scores[0]]}: label {scores[0]!r}: {_NO_REGRESSION}; {advice}")
+        raise InputError(f"{names[scores[0]]}: label {scores[0]!r}: {_NO_CLASS}; {advice}")
     is_numeric = all(_POSITION.fullmatch(name) for name in names)
     # Sorted twice, because 1 and 01 are equal as numbers.
     return LabelSet(tuple(sorted(sorted(names), key=int if is_numeric else None)), is_indexed=False)
@@ -546,15 +577,16 @@ def build_example(
     labels: LabelSet,
     pair_template: str,
 ) -> LabelledText | TaggedWords | Question:
-    """Return a row as LabelledText (SC), TaggedWords (TC) or Question (QA).
+    """Return a row as LabelledText, TaggedWords (TC) or Question (QA).
 
-    SC: `text` (with `text_pair`, joined by the template) and `label`. TC: `tokens` and `tags`. QA:
-    `question`, `context` and, unless `is_impossible`, `answers` (lists `text` and `answer_start`).
+    SC and regression: `text` (with `text_pair`, joined by the template) and `label`. TC: `tokens`
+    and `tags`. QA: `question`, `context` and, unless `is_impossible`, `answers` (lists `text` and
+    `answer_start`).
 
     Args:
         name: Id of the example if the row has no `id`.
-        labels: All labels of the data set, unused for QA; another label is an error.
-        pair_template: Template of the pairs of SC (see `build_labelled_text`).
+        labels: All labels of the data set, unused for QA and regression; another label is an error.
+        pair_template: Template of pairs (see `build_labelled_text`).
 
     Raises:
         InputError: The row is invalid; the message begins with `location`, such as file:line.
@@ -565,7 +597,9 @@ def build_example(
         return _build_tagged_words(row, location, name, labels)
     if family is TaskFamily.QA:
         return _build_question(row, location, name)
-    label = labels.index(get_value(row, "label", location), location)
+    value = get_value(row, "label", location)
+    is_number = family is TaskFamily.REGRESSION
+    label = parse_number(value, location) if is_number else labels.index(value, location)
     return build_labelled_text(row, location, name, label, pair_template)
 
 
@@ -588,11 +622,11 @@ def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
 
 
 def build_labelled_text(
-    row: Mapping[str, Any], location: str, name: str, label: int, pair_template: str
+    row: Mapping[str, Any], location: str, name: str, label: int | float, pair_template: str
 ) -> LabelledText:
-    """Return the example of a row of sequence classification from its texts.
+    """Return the example of a row of SEQUENCE_FAMILIES from its texts.
 
-    `name` and `label` are id and label index of the example; those of the row are not read. A row
+    `name` and `label` are id and label of the example; those of the row are not read. A row
     without `text_pair`, or with null or "" there, is its `text` whatever the template.
 
     Args:

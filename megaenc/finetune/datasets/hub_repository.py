@@ -6,6 +6,7 @@ Columns, labels and splits are found in the data.
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaenc.data.sources.text_files import format_names
@@ -19,7 +20,14 @@ from megaenc.finetune.datasets.local import (
     print_hidden_test,
     template_rule,
 )
-from megaenc.finetune.examples import Dataset, Examples, SplitName, TaskFamily, hash_json
+from megaenc.finetune.examples import (
+    SEQUENCE_FAMILIES,
+    Dataset,
+    Examples,
+    SplitName,
+    TaskFamily,
+    hash_json,
+)
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _REFERENCE = re.compile(
@@ -47,8 +55,8 @@ _TEXT_COLUMNS = [
 ]
 _COLUMNS = {TaskFamily.TC: _TAG_COLUMNS, TaskFamily.QA: _QA_COLUMNS, TaskFamily.SC: _TEXT_COLUMNS}
 _EXPECTED = (
-    "text (or sentence) and label (SC), tokens and tags (or ner_tags) (TC), or question, "
-    "context and answers (QA); "
+    "text (or sentence) and label (SC, regression), tokens and tags (or ner_tags) (TC), or "
+    "question, context and answers (QA); "
     "other columns need local files"
 )
 
@@ -116,7 +124,7 @@ def load_hub_repository(
             "expected train, validation and test"
         )
     first = data[splits.get("train") or next(iter(splits.values()))]
-    family, fields = _find_columns(place, first.column_names, flags.task)
+    family, fields = _find_columns(place, first, flags.task)
     for on_hub in splits.values():
         columns = data[on_hub].column_names
         if missing := set(fields.values()) - set(columns):
@@ -124,11 +132,11 @@ def load_hub_repository(
                 f"{place}: {on_hub}: no column `{min(missing)}`; found {format_names(columns)}"
             )
     labels = _find_labels(place, family, first, fields, splits)
-    if family is TaskFamily.SC and len(splits) == 3:
+    if family in SEQUENCE_FAMILIES and len(splits) == 3:
         test_rows = (("", {"label": label}) for label in data[splits["test"]][fields["label"]])
         if formats.is_hidden_test(test_rows, labels):
             print_hidden_test(name, splits.pop("test"))
-    template = flags.pair_template if family is TaskFamily.SC else ""
+    template = flags.pair_template if family in SEQUENCE_FAMILIES else ""
     spec = HubSpec(family, repository, config, fields, template, labels.labels)
     counts = {split: data[on_hub].num_rows for split, on_hub in splits.items()}
     rule = template_rule(template, lambda: "text_pair" in fields)
@@ -146,18 +154,26 @@ def load_hub_repository(
     )
 
 
-def _find_columns(place: str, columns: list[str], task: str) -> tuple[TaskFamily, dict[str, str]]:
-    """Return the task family of a table with `columns`, and its columns by field.
+def _find_columns(place: str, data: Any, task: str) -> tuple[TaskFamily, dict[str, str]]:
+    """Return the task family of the table `data`, and its columns by field.
 
     Raises:
         InputError: No family fits.
     """
+    columns = data.column_names
+    kind = TaskFamily.SC if task in SEQUENCE_FAMILIES else task
     for family, candidates in _COLUMNS.items():
         fields = next(
             (fields for fields in candidates if set(fields.values()) <= set(columns)), None
         )
-        if fields and task in ("", family):
-            return family, fields
+        if not fields or kind not in ("", family):
+            continue
+        if family is TaskFamily.SC and task:
+            family = TaskFamily(task)
+        elif family is TaskFamily.SC:
+            first_label = [*data[:1][fields["label"]], None][0]
+            family = formats.infer_family(Path(place), {"label": first_label})
+        return family, fields
     purpose = f" for --task {task}" if task else ""
     raise InputError(
         f"{place}: found the columns {format_names(columns)}, expected{purpose} {_EXPECTED}"
@@ -175,8 +191,8 @@ def _find_labels(
 
     Labels of rows are sorted.
     """
-    if family is TaskFamily.QA:
-        return formats.LabelSet((), is_indexed=False)
+    if family in formats.FIXED_LABELS:
+        return formats.FIXED_LABELS[family]
     ours = "label" if family is TaskFamily.SC else "tags"
     feature = data.features[fields[ours]]
     names = getattr(

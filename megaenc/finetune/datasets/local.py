@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megaenc.data.preprocess.outputs import compute_sha256
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, formats
 from megaenc.finetune.datasets.parquet import read_parquet_label_names
 from megaenc.finetune.examples import (
+    SEQUENCE_FAMILIES,
     TOKENIZER_PAIRS,
     Dataset,
     Examples,
@@ -50,9 +51,9 @@ class DatasetConfig:
     constructor checks nothing.
     """
 
-    task: Literal["", "SC", "TC", "QA", "IR"] = ""
+    task: Literal["", "SC", "TC", "QA", "IR", "regression"] = ""
     """task of local data, by default inferred from the files: SC sequence classification, TC token
-    classification, QA question answering, IR retrieval"""
+    classification, QA question answering, IR retrieval, regression a number for each text"""
     pair_template: str = TOKENIZER_PAIRS
     """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens; study:
     by the study's template; or a template with {text} and {text_pair}; local data named like a data
@@ -103,7 +104,7 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
 
     Args:
         flags: Options; only `task` and `whole_corpus` are read.
-        pair_template: Template that joins pairs in SC, or TOKENIZER_PAIRS.
+        pair_template: Template that joins pairs of texts, or TOKENIZER_PAIRS.
 
     Raises:
         InputError: A file is unreadable, or of unknown format, labels or task.
@@ -121,14 +122,11 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
             "expected BEIR's layout"
         )
     files = find_split_files(path)
-    first_file = files.get("train") or next(iter(files.values()))
-    location, row = next(formats.read_rows(first_file), ("", {}))
-    if not row:
-        raise InputError(f"{first_file}: holds no example, expected {formats.EXPECTED_FORMATS}")
+    first_file, location, row = _read_first_row(files)
     family = TaskFamily(flags.task) if flags.task else formats.infer_family(first_file, row)
     if family is TaskFamily.SC and isinstance(row.get("label"), float):
         formats.parse_label(row["label"], location)  # refuses floats before a grid is planned
-    template = pair_template if family is TaskFamily.SC else ""
+    template = pair_template if family in SEQUENCE_FAMILIES else ""
     labels = _read_label_set(path / "meta.json", family, list(files.values()))
     content = {key: compute_sha256(file) for key, file in sorted(files.items())}
     rule = template_rule(
@@ -141,7 +139,7 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     )
     fingerprint = hash_json({"files": content, "rules": [family, labels.labels, rule]})
     if (
-        family is TaskFamily.SC
+        family in SEQUENCE_FAMILIES
         and len(files) == 3
         and formats.is_hidden_test(formats.read_rows(files["test"]), labels)
     ):
@@ -152,6 +150,27 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     return Dataset(
         name, family, labels.labels, name, fingerprint, fingerprint, read_split, template
     )
+
+
+def infer_local_family(path: Path) -> TaskFamily:
+    """Return the task family of the directory or file `path`, not in BEIR's layout.
+
+    The first row of train, or of the first other split, determines it.
+
+    Raises:
+        InputError: No file can be read, or no family fits.
+    """
+    first_file, _, row = _read_first_row(find_split_files(path))
+    return formats.infer_family(first_file, row)
+
+
+def _read_first_row(files: Mapping[SplitName, Path]) -> tuple[Path, str, dict[str, Any]]:
+    """Return the train file, or another one, and location and fields of its first row."""
+    file = files.get("train") or next(iter(files.values()))
+    location, row = next(formats.read_rows(file), ("", {}))
+    if not row:
+        raise InputError(f"{file}: holds no example, expected {formats.EXPECTED_FORMATS}")
+    return file, location, row
 
 
 def print_hidden_test(name: str, test: str) -> None:
@@ -273,8 +292,8 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
     Raises:
         InputError: Class names of Parquet files differ, although rows hold positions in them.
     """
-    if family is TaskFamily.QA:
-        return formats.LabelSet((), is_indexed=False)
+    if family in formats.FIXED_LABELS:
+        return formats.FIXED_LABELS[family]
     key = "labels" if family is TaskFamily.SC else "tags"
     column = "label" if family is TaskFamily.SC else "tags"
     first_file = data_files[0]

@@ -71,7 +71,7 @@ def load_with_native_head(
     is an InputError too. The head is float32, with new random weights from torch's generator.
 
     Args:
-        family: SC, TC or QA.
+        family: Any but IR.
         labels: Label names in the order of their indices.
         padding: The tokenizer's padding id, for a config without one; None: none.
         check: Called with the float32 backbone, the head and short random texts; may raise
@@ -184,7 +184,7 @@ def _load_hf_model(
                 f"--head native: transformers has no class of {config.model_type} for "
                 f"{family}; expected --head linear"
             )
-        set_labels(config, labels)
+        set_labels(config, family, labels)
         prefix = f"{kind.base_model_prefix}."
     model, report = load_model(
         hf, config, kind, f"the weights of a {config.model_type} model", **options

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from megaenc.errors import InputError, first_error_line
-from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.examples import SEQUENCE_FAMILIES, TaskFamily
 from megaenc.finetune.model.backbone import Backbone, PackedTexts
 
 _TOLERANCE = 1e-4
@@ -42,17 +42,20 @@ def find_task_class(config: Any, family: TaskFamily) -> type | None:
         TaskFamily.TC: modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
         TaskFamily.QA: modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
         TaskFamily.IR: modeling_auto.MODEL_MAPPING,
+        TaskFamily.REGRESSION: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     }[family]
     kind = mapping.get(type(config), None)
     return kind if isinstance(kind, type) else None
 
 
-def set_labels(config: Any, labels: Sequence[str]) -> None:
-    """Set `id2label` and `label2id` of a transformers `config` in place.
+def set_labels(config: Any, family: TaskFamily, labels: Sequence[str]) -> None:
+    """Set labels and `problem_type` of a transformers `config` in place.
 
     Args:
+        family: Task family, which gives the problem type; None for all but regression.
         labels: Label names in the order of their indices.
     """
+    config.problem_type = "regression" if family == TaskFamily.REGRESSION else None
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: index for index, label in enumerate(labels)}
 
@@ -205,7 +208,7 @@ def build_hf_model(
         name: tensor.detach().float().cpu() for name, tensor in backbone.model.state_dict().items()
     }
     if family != TaskFamily.IR:
-        set_labels(config, labels)
+        set_labels(config, family, labels)
         prefix = kind.base_model_prefix
         weights = {f"{prefix}.{name}": tensor for name, tensor in weights.items()}
         if isinstance(head, NativeHead):
@@ -259,7 +262,8 @@ def _express_linear_head(
     if len(modules) == 1 and len(head_names) == 2:
         [module] = modules
         return {f"{module}.weight": weight, f"{module}.bias": bias}
-    if config.model_type == "eurobert" and family == TaskFamily.SC and 2 * labels <= hidden_size:
+    is_eurobert = config.model_type == "eurobert" and family in SEQUENCE_FAMILIES
+    if is_eurobert and 2 * labels <= hidden_size:
         # The class has a dense layer and GELU in between: gelu(x) - gelu(-x) = x.
         if pooling not in _EUROBERT_POOLING:
             raise InputError(

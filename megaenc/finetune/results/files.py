@@ -74,8 +74,8 @@ _UNSEEDED_TEST_SETS = ("nq",)
 
 _ADVICE = "remove the file"
 _ROUNDING = 1e-6
-_Fraction = Annotated[float, Field(ge=-_ROUNDING, le=1 + _ROUNDING, allow_inf_nan=False)]
-METRIC_BOUNDS = {"matthews_correlation": (-1.0, 1.0)}
+_Score = Annotated[float, Field(ge=-1 - _ROUNDING, le=1 + _ROUNDING, allow_inf_nan=False)]
+METRIC_BOUNDS = dict.fromkeys(("matthews_correlation", "pearson", "spearman"), (-1.0, 1.0))
 """Smallest and largest value of metrics; 0 and 1 of those that are not named."""
 
 
@@ -83,7 +83,7 @@ class _Split(TypedDict):
     """Field `validation` or `test` of a result file."""
 
     __pydantic_config__ = JSON_OBJECT
-    score: _Fraction
+    score: _Score
     metrics: NotRequired[dict[Text, Number] | None]
     baseline: NotRequired[dict[Text, Number] | None]
     collapsed: NotRequired[str | None]
@@ -122,8 +122,9 @@ _FAILURE_FILE = TypeAdapter(_FailureFile)
 class SplitScores:
     """Scores of a run on one split, as fractions (see METRIC_BOUNDS), not percent.
 
-    `score` is the study's, `metrics` the standard ones by name, and `baseline` both ("score" and
-    the metrics) of a trivial predictor on the same examples; the two are {} if the file lacks them.
+    `score` is the study's, in regression the mean of two correlations, from -1 to 1; `metrics` are
+    the standard ones by name, and `baseline` has both ("score" and the metrics) of a trivial
+    predictor on the same examples. The latter two are {} if the file lacks them.
     `collapsed` is the reason if the predictions are worthless, such as "constant prediction
     positive", else None.
     """
@@ -497,8 +498,8 @@ def read_result(path: Path) -> Result | None:
         return Result(
             *run,
             path,
-            validation=_build_split(file, dataset, "validation", checked["validation"]),
-            test=_build_split(file, dataset, "test", checked["test"]),
+            validation=_build_split(file, family, dataset, "validation", checked["validation"]),
+            test=_build_split(file, family, dataset, "test", checked["test"]),
             evaluations=evaluations,
             best_step=checked.get("best_step", 0),
             scores_only=all(
@@ -602,13 +603,17 @@ def read_example_scores(path: Path, metric: str | None) -> list[float]:
         ) from None
 
 
-def _build_split(file: Path, dataset: str, name: str, split: _Split) -> SplitScores:
+def _build_split(file: Path, family: str, dataset: str, name: str, split: _Split) -> SplitScores:
     """Build the scores of `validation` or `test` from checked fields of a result file.
 
     Raises:
-        InputError: A metric is out of its bounds.
+        InputError: The score or a metric is out of its bounds.
     """
     score = split["score"]
+    if score < -_ROUNDING and family != TaskFamily.REGRESSION:
+        raise InputError(
+            f"{file}: field `{name}.score`: found {score}, expected a number from 0 to 1; {_ADVICE}"
+        )
     for field in ("metrics", "baseline"):
         for metric, value in (split.get(field) or {}).items():
             low, high = METRIC_BOUNDS.get(metric, (0.0, 1.0))

@@ -103,8 +103,8 @@ class FinetuneTask(ABC):
     """Base class of a task family on one data set: tokens, loss and scores.
 
     Subclasses are in `TASKS`, by family. `encode` tokenizes examples, `backward` computes the loss
-    (cross-entropy by default) and gradients, `evaluate` predicts and scores. `progress` is called
-    with the numbers of predicted and of all texts of an evaluation.
+    (`sum_loss`, cross-entropy by default) and gradients, `evaluate` predicts and scores. `progress`
+    is called with the numbers of predicted and of all texts of an evaluation.
     """
 
     family: ClassVar[TaskFamily]
@@ -198,17 +198,27 @@ class FinetuneTask(ABC):
         return states
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return the label index of each output of the texts `rows`, for the loss.
+        """Return the target of each output of the texts `rows`, for `sum_loss`.
 
-        Subclasses that use the default loss override it.
+        Subclasses that use the default `backward` override it.
 
         Returns:
-            int64[outputs], IGNORE_INDEX for outputs without a label.
+            int64[outputs], label indices, IGNORE_INDEX for outputs without a label; float32 of
+            the shape of the outputs in regression.
 
         Raises:
             NotImplementedError: The subclass has a loss of its own (retrieval).
         """
         raise NotImplementedError
+
+    def sum_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss summed over `targets`, a scalar: cross-entropy by default.
+
+        Args:
+            outputs: Result of `compute_outputs`.
+            targets: Result of `get_targets` as a tensor on the device of `outputs`.
+        """
+        return cross_entropy(outputs, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
     def backward(self, model: TaskModel, data: TokenizedSplit, rows: np.ndarray) -> float:
         """Backpropagate the mean loss over targets of the texts `rows`; return the loss.
@@ -220,16 +230,16 @@ class FinetuneTask(ABC):
             data: Training split as tokenized by `encode`.
             rows: Indices of the batch's examples, int64.
         """
-        count = max(1, int((self.get_targets(data, rows) != IGNORE_INDEX).sum()))
+        targets = self.get_targets(data, rows)
+        is_index = targets.dtype.kind == "i"  # a number may equal IGNORE_INDEX
+        count = max(1, int((targets != IGNORE_INDEX).sum()) if is_index else targets.size)
         total = torch.zeros((), device=model.device)
         for part in self.split_into_forwards(data.lengths[rows]):
             outputs = self.compute_outputs(
                 model, pack_texts(data.gather_rows(rows[part]), model.device)
             )
             targets = torch.from_numpy(self.get_targets(data, rows[part])).to(outputs.device)
-            loss = (
-                cross_entropy(outputs, targets, ignore_index=IGNORE_INDEX, reduction="sum") / count
-            )
+            loss = self.sum_loss(outputs, targets) / count
             loss.backward()
             total += loss.detach()
         return total.item()

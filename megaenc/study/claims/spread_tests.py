@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from scipy import stats
 
-from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.examples import STUDY_FAMILIES, TaskFamily
 from megaenc.study.claims.decision import PendingVerdict, TestScope, family_weights, judge_direction
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import Evidence, Score
@@ -161,7 +161,7 @@ def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
     contrasts: list[Contrast] = []
     for (size, steps, clm_steps), after_clm in sorted(by_schedule.items()):
         alone = by_schedule.get((size, steps, 0), {}) if clm_steps else {}
-        for family in TaskFamily:
+        for family in STUDY_FAMILIES:
             shared: dict[int, dict[float, tuple[ModelKey, ModelKey]]] = defaultdict(dict)
             for seed, by_ratio in after_clm.items():
                 for ratio in sorted(set(by_ratio) & set(alone.get(seed, ()))):

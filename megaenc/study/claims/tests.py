@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.examples import STUDY_FAMILIES, TaskFamily
 from megaenc.finetune.results.aggregate import STUDY_DATASETS
 from megaenc.study.claims.decision import (
     PendingVerdict,
@@ -170,7 +170,8 @@ def _describe_crossovers(models: ModelSelector, pairs: dict[tuple, ModelPairs]) 
     Means of the scores are compared.
     """
     sentences = []
-    for size, family in dict.fromkeys((size, family) for size, _ in pairs for family in TaskFamily):
+    sizes = dict.fromkeys(size for size, _ in pairs)
+    for size, family in itertools.product(sizes, STUDY_FAMILIES):
         ahead: dict[int, bool] = {}
         for (pair_size, steps), by_seed in sorted(pairs.items()):
             if pair_size != size:

@@ -1,8 +1,10 @@
 """Training sets of a study's fine-tuning grid.
 
-They follow from the names of the data sets, which are not opened.
+They follow from the names of the data sets. Of local data the first row is read, if it is there, to
+refuse tasks that a study does not have.
 """
 
+import contextlib
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -10,9 +12,9 @@ from pathlib import Path
 
 from megaenc.console import truncate_text
 from megaenc.errors import InputError, closest_match
-from megaenc.finetune.datasets import beir, demo, hub
+from megaenc.finetune.datasets import beir, demo, hub, local
 from megaenc.finetune.datasets.registry import parse_dataset_name
-from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.examples import STUDY_FAMILIES, TaskFamily
 from megaenc.finetune.grid.command import GridConfig
 
 
@@ -118,6 +120,15 @@ def _parse_dataset(dataset: str, grid: GridConfig, data_dir: Path) -> tuple[str,
         family = grid.data.task or (
             "IR" if os.path.isdir(path) and beir.is_beir_directory(path) else ""
         )
+        task = family
+        if not task and os.path.exists(path):
+            with contextlib.suppress(InputError):  # invalid data is for the grid to refuse
+                task = local.infer_local_family(path)
+        if task and task not in STUDY_FAMILIES:
+            raise InputError(
+                f"finetune: field `datasets`: found {truncate_text(dataset)} of the task {task}, "
+                f"expected one of {', '.join(STUDY_FAMILIES)}; use `megaenc finetune grid`"
+            )
     if family != TaskFamily.IR:
         return name, family, name
     if grid.data.train_on:

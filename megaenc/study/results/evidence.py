@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megaenc.errors import InputError
+from megaenc.finetune.examples import STUDY_FAMILIES
 from megaenc.finetune.results.aggregate import (
     PAPER_SCORE,
     STUDY_DATASETS,
@@ -315,7 +316,8 @@ def build_evidence(
 ) -> Evidence:
     """Build the scores, averages and states of runs in one metric from results.
 
-    Models and data sets that have no rate with every seed finished have no score.
+    Models and data sets that have no rate with every seed finished have no score. Results of task
+    families that are not in STUDY_FAMILIES are an InputError.
 
     Args:
         results: Fine-tuning results, finished and failed, such as those of `read_result_tree`.
@@ -325,6 +327,12 @@ def build_evidence(
         scope: What a manifest plans. Results of other rates and seeds are ignored, those of other
             models and data sets are not.
     """
+    for result in results:
+        if result.family not in STUDY_FAMILIES:
+            raise InputError(
+                f"{result.path}: found a result of the task {result.family}, expected one of "
+                f"{', '.join(STUDY_FAMILIES)}; use `megaenc finetune summary`"
+            )
     known = {
         PAPER_SCORE,
         *(name for run in results if run.test is not None for name in run.test.metrics),

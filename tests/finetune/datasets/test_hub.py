@@ -12,6 +12,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.datasets import hub
 from megaenc.finetune.datasets.registry import DATASETS, find_dataset
 from megaenc.finetune.examples import (
+    STUDY_FAMILIES,
     Answer,
     DataUnavailable,
     LabelledText,
@@ -369,4 +370,4 @@ def test_all_twelve_are_there_and_differ():
         and len({find_dataset(name).fingerprint for name in hub.HUB_DATASETS}) == 13
     )
     families = [find_dataset(name).family for name in DATASETS if name in hub.HUB_DATASETS]
-    assert families == [family for family in TaskFamily for _ in range(3)]
+    assert families == [family for family in STUDY_FAMILIES for _ in range(3)]

@@ -170,14 +170,23 @@ def test_a_split_of_the_hub_without_a_column_is_one_line(on_hub, monkeypatch):
         find_dataset("org/films")
 
 
+def test_numbers_of_the_hub_are_labels_of_regression(on_hub):
+    columns = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "label": [4.5, 0.0]}
+    on_hub({split: Dataset.from_dict(columns) for split in ("train", "validation", "test")})
+    found = find_dataset("org/similar")
+    assert (found.family, found.labels) == (TaskFamily.REGRESSION, ("score",))
+    assert found.load_split("test")[0] == LabelledText("test-0", "a", 4.5, "c")
+    assert find_dataset("org/similar", task="regression").fingerprint == found.fingerprint
+    with pytest.raises(InputError, match=r"label 4.5: .* numbers need --task regression"):
+        find_dataset("org/similar", task="SC")
+
+
 @pytest.mark.parametrize("content, message", [
     ({"train": Dataset.from_dict({"body": ["x"], "stars": [1]})},
      r"data set odd \(org/odd\): found the columns `body`, `stars`, expected text \(or sentence\) "
      r"and label"),
-    ({"train": Dataset.from_dict({"text": ["x"], "label": [0.5]})},
-     r"data set odd \(org/odd\): train row 1: label 0.5: .* regression is not supported"),
     ({"train": Dataset.from_dict({"text": ["x", "y"], "label": ["5", "4.8"]})},
-     r"data set odd \(org/odd\): train row 2: label '4.8': .* regression is not supported"),
+     r"data set odd \(org/odd\): train row 2: label '4.8': .* need --task regression"),
     ({"train": Dataset.from_dict({"tokens": [["x"]], "tags": [["NN"]]})},
      r"train row 1: tag 1: found 'NN', expected IOB2"),
     ({"unsupervised": reviews(2)},

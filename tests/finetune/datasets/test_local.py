@@ -91,12 +91,43 @@ def test_rows_are_the_same_in_every_format_whatever_the_case_of_its_suffix(tmp_p
     "labels, first",
     [(["4.8", "0.4", "3"], "4.8"), (["-.5", "1"], "-.5"), (["1e-3", "nan"], "1e-3")],
 )
-def test_scores_as_text_are_refused_as_regression(tmp_path, labels, first):
+def test_scores_as_text_need_the_task(tmp_path, labels, first):
     with pytest.raises(
         InputError,
-        match=rf"label '{first}': found a number with a point, .* regression is not supported",
+        match=rf"label '{first}': found a number with a point, .* numbers need --task regression",
     ):
         read(tmp_path, "test.csv", labelled(*labels))
+
+
+@pytest.mark.parametrize(
+    ("form", "labels", "task"),
+    [
+        ("jsonl", [4.8, 3, -0.5], ""),
+        ("parquet", [4.8, 3.0, -0.5], ""),
+        ("csv", ["4.8", "3", "-.5"], "regression"),
+        ("jsonl", [3, 4.8, "1e-1"], "regression"),
+    ],
+)
+def test_numbers_are_labels_of_regression(tmp_path, form, labels, task):
+    dataset = find_dataset(write_splits(tmp_path / "set", form, labelled(*labels)), task=task)
+    assert dataset.family is TaskFamily.REGRESSION and dataset.labels == ("score",)
+    found = [example.label for example in dataset.load_split("test")]
+    assert found == [float(label) for label in labels]
+
+
+@pytest.mark.parametrize("label", ["good", "", "nan", True, [1.0], 10**400])
+def test_a_label_of_regression_is_a_finite_number(tmp_path, label):
+    directory = write_splits(tmp_path / "set", "jsonl", labelled(0.5, label))
+    with pytest.raises(InputError, match=r"train.jsonl:2: label .*: expected a (finite )?number"):
+        find_dataset(directory).load_split("train")
+
+
+def test_hidden_numbers_of_a_test_split_are_left_out(tmp_path, capsys):
+    rows = labelled(4.8, 0.5, 1.0)
+    directory = write_splits(tmp_path / "glue", "jsonl", rows, test=labelled(-1.0, -1.0))
+    dataset = find_dataset(directory)
+    assert "glue: test.jsonl is not used: its labels are hidden (-1)" in capsys.readouterr().out
+    assert [example.label for example in dataset.load_split("test")] == [4.8, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("labels", [["4.8", "good"], ["1", "-1"], ["e"], ["nan", "inf"]])
@@ -547,7 +578,7 @@ BAD_FILES = [
     (
         "x.jsonl",
         GOOD + '{"text": "x", "label": 0.5}',
-        r"x.jsonl:2: label 0.5: .* regression is not supported",
+        r"x.jsonl:2: label 0.5: .* numbers need --task regression",
     ),
     ("x.jsonl", GOOD * 2, r"x.jsonl:2: id 'a': found at .*x.jsonl:1 too"),
     (

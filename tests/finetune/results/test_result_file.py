@@ -7,7 +7,7 @@ import trees
 
 from megaenc.errors import InputError
 from megaenc.finetune.results import files as result_files
-from megaenc.finetune.results.files import read_example_scores
+from megaenc.finetune.results.files import read_example_scores, read_result
 from megaenc.finetune.results.summary import summary_main
 from megaenc.study.report import command as report_command
 
@@ -22,6 +22,18 @@ def changed(old: str, new: str) -> str:
     """A whole result with `new` in the place of `old` in its test split."""
     assert old in SPLIT
     return f'{{"validation": {SPLIT}, "test": {SPLIT.replace(old, new)}}}'
+
+
+def test_a_score_of_regression_may_be_negative(tmp_path):
+    split = SPLIT.replace('"score": 0.5', '"score": -0.5', 1)
+    for family in ("regression", "SC"):
+        file = trees.published(tmp_path, "model", f"{family}/set", 2e-5, 0, 0.5, 0.5)
+        file.write_text(f'{{"validation": {split}, "test": {split}}}')
+    assert read_result(tmp_path / "model/regression/set/lr2e-05_sd0").test.score == -0.5
+    with pytest.raises(
+        InputError, match=r"`validation.score`: found -0.5, expected .* from 0 to 1"
+    ):
+        read_result(tmp_path / "model/SC/set/lr2e-05_sd0")
 
 
 DAMAGED = [

@@ -1,13 +1,17 @@
-"""Properties of all four families: plain gradients, and NaN is no score."""
+"""Properties of all families: plain gradients, and NaN is no score."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, normalize
 from transformers import EuroBertModel
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import (
+    SEQUENCE_FAMILIES,
     Answer,
     LabelledText,
     Pair,
@@ -37,7 +41,12 @@ EXAMPLES = {
         Question(f"{at}", "Who?", text, (Answer(text[4:7], 4),)) for at, text in enumerate(TEXTS)
     ],
     TaskFamily.IR: [Pair(f"{at}", QUERIES[f"q{at}"], DOCUMENTS[f"d{at}"]) for at in range(4)],
+    # -100 is a number like others.
+    TaskFamily.REGRESSION: [
+        LabelledText(f"{at}", text, (4.5, -1.25, -100.0, 0.0)[at]) for at, text in enumerate(TEXTS)
+    ],
 }
+LABELS = {family: ["O", "B-X", "I-X"] for family in TaskFamily} | {TaskFamily.REGRESSION: ["score"]}
 SPLITS = EXAMPLES | {
     TaskFamily.IR: RetrievalExamples(
         QUERIES, DOCUMENTS, {f"q{at}": {f"d{at}": 1} for at in range(4)}
@@ -77,11 +86,13 @@ def compute_plain_loss(family, data, model, head):
         )
         return cross_entropy(queries @ documents.T * 3.0, torch.arange(len(ROWS)))
     texts = data.gather_rows(ROWS)
-    if family is TaskFamily.SC:
-        return cross_entropy(
-            head(read_means(model, texts)),
-            torch.tensor([EXAMPLES[family][row].label for row in ROWS]),
-        )
+    if family in SEQUENCE_FAMILIES:
+        logits = head(read_means(model, texts))
+        labels = torch.tensor([EXAMPLES[family][row].label for row in ROWS])
+        if family is TaskFamily.SC:
+            return cross_entropy(logits, labels)
+        config = SimpleNamespace(num_labels=1, problem_type="regression")
+        return ForSequenceClassificationLoss(labels, logits, config)
     states, mask = read_padded(model, texts)
     targets = torch.full(mask.shape, -100)
     column = data.columns["tags" if family is TaskFamily.TC else "inside"]
@@ -99,7 +110,7 @@ def test_gradients_of_the_plain_way(
 ):
     """Retrieval's with a scale of its own."""
     task = TASKS[family](
-        dataset(["O", "B-X", "I-X"]),
+        dataset(LABELS[family]),
         FinetuneConfig(tokens_per_forward=tokens_per_forward, scale=3.0),
     )
     data = task.encode(EXAMPLES[family], encoder)
@@ -122,7 +133,7 @@ def test_gradients_of_the_plain_way(
 @pytest.mark.parametrize("family", TaskFamily)
 def test_predictions_that_are_no_number_are_no_score(family, dataset, encoder, make_model):
     """With weights of which one became NaN in the last update."""
-    task = TASKS[family](dataset(["O", "B-X", "I-X"], train=EXAMPLES[family]), FinetuneConfig())
+    task = TASKS[family](dataset(LABELS[family], train=EXAMPLES[family]), FinetuneConfig())
     data = task.encode(SPLITS[family], encoder)
     model = make_model(task)
     model.train()

@@ -58,6 +58,17 @@ def test_names_are_those_that_fine_tuning_uses(dataset, train_on, data):
     )
 
 
+@pytest.mark.parametrize("task", ["", "regression"])
+def test_regression_is_no_task_of_a_study(task, tmp_path):
+    small_data.write_splits(
+        tmp_path / "rated", "jsonl", [{"text": "x", "label": 0.5 if not task else 1}]
+    )
+    grid = GridConfig(datasets=("./rated",), data=DatasetConfig(task=task))
+    message = r"found ./rated of the task regression, expected one of SC, TC, QA, IR; use"
+    with pytest.raises(InputError, match=message):
+        plan_training_sets(grid, tmp_path)
+
+
 def test_a_training_set_has_one_family(data):
     flags = DatasetConfig(train_on="sst2=sets/two")
     with pytest.raises(InputError, match="found sst2 as a training set of 2 task families"):

@@ -9,7 +9,7 @@ import pytest
 from study_directories import write_result
 
 from megaenc.errors import InputError
-from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.examples import STUDY_FAMILIES
 from megaenc.finetune.results.aggregate import STUDY_DATASETS, GridSpec
 from megaenc.finetune.results.files import read_result_tree
 from megaenc.study.manifest.model_key import ModelKey, parse_model_name
@@ -240,7 +240,9 @@ def test_all_cells_are_there_and_the_package_says_so():
     assert len(found.model_keys()) == 46 and len(found.scores) == 46 * 16
     assert all(parse_model_name(score.model) == score.model_key for score in found.scores)
     in_order = [
-        (str(family), name) for family in TaskFamily for name in (*STUDY_DATASETS[family], AVERAGE)
+        (str(family), name)
+        for family in STUDY_FAMILIES
+        for name in (*STUDY_DATASETS[family], AVERAGE)
     ]
     assert found.datasets() == in_order
     packaged = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["tool"][
@@ -248,3 +250,11 @@ def test_all_cells_are_there_and_the_package_says_so():
     ]["package-data"]
     assert packaged["megaenc.study.results"] == [TABLES]
     assert set(packaged["megaenc.study.report"]) == {"report.html.j2", "page.css"}
+
+
+def test_a_result_of_another_task_is_no_evidence(tmp_path):
+    write_result(tmp_path / "tiny-clm-300/regression/stsb/lr2e-05_sd0", 0.5)
+    results = read_result_tree(tmp_path)
+    message = r"lr2e-05_sd0: found a result of the task regression, expected one of SC, TC, QA, IR"
+    with pytest.raises(InputError, match=message):
+        build_evidence(results, {}.get)
