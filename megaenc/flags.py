@@ -98,6 +98,7 @@ NonNegativeFloat = Annotated[float, Bounds(low=0)]
 Fraction = Annotated[float, Bounds(low=0, high=1)]
 PositiveFraction = Annotated[float, Bounds(above=0, high=1)]
 FractionBelowOne = Annotated[float, Bounds(low=0, below=1)]
+FractionBelowHalf = Annotated[float, Bounds(low=0, below=0.5)]
 
 
 def parse(

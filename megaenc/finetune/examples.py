@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
@@ -211,6 +211,34 @@ def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
     order = np.random.default_rng(_VALIDATION_SEED).permutation(count)
     held_out = count - math.floor(_TRAIN_FRACTION * count)
     return order[held_out:], order[:held_out]
+
+
+def split_by_fraction(
+    count: int, fraction: float, labels: Sequence[Any] = ()
+) -> dict[SplitName, list[int]]:
+    """Return random row indices by split, ascending, always the same.
+
+    `fraction` of the rows validate and as many test; the rest trains. So it is for the rows of each
+    label, and of each range of numbers, up to one row.
+
+    Args:
+        count: Number of rows.
+        fraction: Fraction of the rows, above 0 and below 0.5.
+        labels: Label of each row, values that can be sorted; empty to ignore labels.
+    """
+    order = np.random.default_rng(_VALIDATION_SEED).permutation(count).tolist()
+    if labels:
+        order.sort(key=lambda row: labels[row])
+    held_out: list[int] = []
+    for position, row in enumerate(order, start=1):
+        # Every 1 / (2 * fraction)-th row of the order; the constant absorbs rounding.
+        if math.floor(2 * fraction * position + 1e-9) > len(held_out):
+            held_out.append(row)
+    return {
+        "train": sorted(set(order) - set(held_out)),
+        "validation": sorted(held_out[::2]),
+        "test": sorted(held_out[1::2]),
+    }
 
 
 def format_too_few_error(count: int, noun: str, file: str) -> str:

@@ -401,17 +401,8 @@ class ModelKeeper:
     def _describe(self, scores: Mapping[str, SplitScores], result: DatasetResult) -> dict[str, Any]:
         """Return the content of finetuning.json."""
         job = self.job
-        details = {
-            "megaenc": __version__,
-            "model": job.model.name,
-            "family": str(job.family),
-            "dataset": result.dataset,
-            "train_on": job.train_on,
-            "learning_rate": job.learning_rate,
-            "seed": job.seed,
-            "steps": result.steps,
-            "trained": result.trained,
-        }
+        details = {"megaenc": __version__} | result_files.describe_job(job, result.dataset)
+        details |= {"steps": result.steps, "trained": result.trained}
         if result.protocol.uses_best_weights:
             details["best_step"] = result.best_step
         if self.task.dataset.pair_template:

@@ -77,6 +77,11 @@ def build_finetuned_card(
         "base model": details["model"],
         "data set": details["dataset"],
         "trained on": details["train_on"],
+        **(
+            {"fraction for validation, and for test": details["validation_fraction"]}
+            if "validation_fraction" in details
+            else {}
+        ),
         "learning rate": format_learning_rate(details["learning_rate"]),
         "seed": details["seed"],
         "steps": f"{details['steps']:,}"

@@ -4,6 +4,7 @@ A data set is a directory with a file per split, a directory in BEIR's layout, o
 """
 
 import functools
+import math
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,13 +22,16 @@ from megaenc.finetune.examples import (
     TOKENIZER_PAIRS,
     Dataset,
     Examples,
+    LabelledText,
     SplitName,
     TaskFamily,
     format_too_few_error,
     hash_json,
     print_once,
+    split_by_fraction,
     split_validation_rows,
 )
+from megaenc.flags import FractionBelowHalf
 from megaenc.json_files import read_json_object
 
 PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
@@ -58,6 +62,9 @@ class DatasetConfig:
     """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens; study:
     by the study's template; or a template with {text} and {text_pair}; local data named like a data
     set of the study uses the study's template"""
+    validation_fraction: FractionBelowHalf = 0.0
+    """split a single file of labelled data: this fraction validates, as much tests, the rest
+    trains; seed 42, every label in proportion; refused for data that has splits; 0: no split"""
     whole_corpus: bool = False
     """search all documents of local retrieval data; by default only those judged for validation or
     test, as in the study"""
@@ -103,13 +110,17 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     message.
 
     Args:
-        flags: Options; only `task` and `whole_corpus` are read.
+        flags: Options; only `task`, `validation_fraction` and `whole_corpus` are read.
         pair_template: Template that joins pairs of texts, or TOKENIZER_PAIRS.
 
     Raises:
-        InputError: A file is unreadable, or of unknown format, labels or task.
+        InputError: A file is unreadable, or of unknown format, labels or task, or
+            `validation_fraction` is given for data that has splits.
     """
+    fraction = flags.validation_fraction
     if path.is_dir() and beir.is_beir_directory(path):
+        if fraction:
+            raise InputError(format_split_error(fraction, f"{path}", "retrieval data"))
         if flags.task not in ("", "IR"):
             raise InputError(
                 f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, "
@@ -122,6 +133,9 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
             "expected BEIR's layout"
         )
     files = find_split_files(path)
+    if fraction and len(files) > 1:
+        names = ", ".join(file.name for file in files.values())
+        raise InputError(format_split_error(fraction, f"{path}", names))
     first_file, location, row = _read_first_row(files)
     family = TaskFamily(flags.task) if flags.task else formats.infer_family(first_file, row)
     if family is TaskFamily.SC and isinstance(row.get("label"), float):
@@ -137,7 +151,10 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
             for _, row in formats.read_rows(file)
         ),
     )
-    fingerprint = hash_json({"files": content, "rules": [family, labels.labels, rule]})
+    rules = [family, labels.labels, rule]
+    if fraction:
+        rules.append(fraction)
+    fingerprint = hash_json({"files": content, "rules": rules})
     if (
         family in SEQUENCE_FAMILIES
         and len(files) == 3
@@ -146,10 +163,54 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
         print_hidden_test(name, files.pop("test").name)
 
     read_file = functools.partial(_read_examples, family=family, labels=labels, template=template)
-    read_split = build_split_reader(name, f"{path}", files, read_file)
+    if fraction:
+        read_split = functools.partial(_read_drawn_split, name, first_file, read_file, fraction)
+    else:
+        read_split = build_split_reader(name, f"{path}", files, read_file)
     return Dataset(
         name, family, labels.labels, name, fingerprint, fingerprint, read_split, template
     )
+
+
+def format_split_error(fraction: float, place: str, found: str) -> str:
+    """Return the error text that --validation-fraction cannot split the data at `place`.
+
+    Args:
+        fraction: Value of the flag.
+        found: Text on the data, such as the names of its files.
+    """
+    return (
+        f"--validation-fraction {fraction:g}: found {found} at {place}, "
+        "expected a single file of labelled data"
+    )
+
+
+def _read_drawn_split(
+    name: str,
+    file: Path,
+    read_file: Callable[[Path], Examples],
+    fraction: float,
+    split: SplitName,
+) -> Examples:
+    """Read a split of a single file, of which `fraction` validates and as much tests.
+
+    Raises:
+        InputError: The file is invalid, or has too few examples.
+    """
+    examples = read_file(file)
+    labels = [example.label for example in examples if isinstance(example, LabelledText)]
+    rows = split_by_fraction(len(examples), fraction, labels)
+    if not rows["test"]:
+        raise InputError(
+            f"{file}: found {len(examples)} examples, expected at least {math.ceil(1 / fraction)}, "
+            f"of which --validation-fraction {fraction:g} validates one and tests one"
+        )
+    print_once(
+        f"{name}: {file.name} is split (seed 42{', by label' * bool(labels)}): "
+        f"{len(rows['train']):,} examples train, {len(rows['validation']):,} validate, "
+        f"{len(rows['test']):,} test"
+    )
+    return [examples[row] for row in rows[split]]
 
 
 def infer_local_family(path: Path) -> TaskFamily:
@@ -216,8 +277,10 @@ def build_split_reader(
         if split in parts and ("train" not in parts or len(parts) == 3):
             return read_part(parts[split])
         if "train" not in parts or len(parts) == 1:
+            hint = "; --validation-fraction splits a file" if len(parts) == 1 and ending else ""
             raise InputError(
-                f"{place}: no {split} split, expected a {noun} {_SPLIT_WORDS[split][0]}{ending}"
+                f"{place}: no {split} split, expected a {noun} "
+                f"{_SPLIT_WORDS[split][0]}{ending}{hint}"
             )
         test_source = "test"
         missing = "validation"

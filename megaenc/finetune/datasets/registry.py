@@ -37,12 +37,16 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
     if flags.pair_template == local.STUDY_PAIRS:
         flags = replace(flags, pair_template=local.PAIR_TEMPLATE)
     name, path = parse_dataset_name(name_or_path)
+    location = _split_name(name_or_path)[1]
+    reference = None if path is None else hub_repository.parse_hub_reference(location)
+    if flags.validation_fraction and (path is None or reference):
+        found = "a named data set" if path is None else "a repository of the Hub"
+        raise InputError(local.format_split_error(flags.validation_fraction, location, found))
     if path is not None:
         known = hub.HUB_DATASETS.get(name)
         is_pair = known is not None and "text_pair" in known.fields
         template = known.template if is_pair else flags.pair_template
-        location = _split_name(name_or_path)[1]
-        if reference := hub_repository.parse_hub_reference(location):
+        if reference:
             _check_name(name_or_path, name)
             start = f"data set {name_or_path}: " + f"found no file or directory {path}; " * (
                 not location.startswith("hf:")

@@ -274,13 +274,7 @@ def write_failure(job: FinetuneJob, reason: str, *, step: int, protocol: Finetun
 
 def _build_identity(job: FinetuneJob, dataset: str, protocol: FinetuneConfig) -> dict[str, Any]:
     """Return the fields of a result file that identify its run."""
-    return {
-        "model": job.model.name,
-        "family": str(job.family),
-        "dataset": dataset,
-        "train_on": job.train_on,
-        "learning_rate": job.learning_rate,
-        "seed": job.seed,
+    return describe_job(job, dataset) | {
         "protocol": {
             name: value
             for name, value in dataclasses.asdict(protocol).items()
@@ -288,6 +282,24 @@ def _build_identity(job: FinetuneJob, dataset: str, protocol: FinetuneConfig) ->
         },
         "fingerprints": job.fingerprints.for_dataset(dataset),
     }
+
+
+def describe_job(job: FinetuneJob, dataset: str) -> dict[str, Any]:
+    """Return model, task, data, rate and seed of a run, as its files record them.
+
+    `validation_fraction` is among them only if it has split the data.
+    """
+    values = {
+        "model": job.model.name,
+        "family": str(job.family),
+        "dataset": dataset,
+        "train_on": job.train_on,
+        "learning_rate": job.learning_rate,
+        "seed": job.seed,
+    }
+    if job.data.validation_fraction:
+        values["validation_fraction"] = job.data.validation_fraction
+    return values
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import os
 import time
+from collections import Counter
 
 import datasets
 import numpy as np
@@ -128,6 +129,59 @@ def test_hidden_numbers_of_a_test_split_are_left_out(tmp_path, capsys):
     dataset = find_dataset(directory)
     assert "glue: test.jsonl is not used: its labels are hidden (-1)" in capsys.readouterr().out
     assert [example.label for example in dataset.load_split("test")] == [4.8, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine/train.jsonl"])
+def test_a_single_file_is_split_with_each_label_in_proportion(tmp_path, name, capsys):
+    rows = [
+        {"id": at, "text": "x", "label": "yes" if at % 5 else "no", "more": at} for at in range(100)
+    ]
+    write_file(tmp_path / name, rows)
+    path = str(tmp_path / name.partition("/")[0])
+    dataset = find_dataset(path, validation_fraction=0.1)
+    splits = {split: dataset.load_split(split) for split in ("train", "validation", "test")}
+    counts = {
+        split: Counter(dataset.labels[example.label] for example in examples)
+        for split, examples in splits.items()
+    }
+    tenth = {"yes": 8, "no": 2}
+    assert counts == {"train": {"yes": 64, "no": 16}, "validation": tenth, "test": tenth}
+    ids = [example.id for examples in splits.values() for example in examples]
+    assert sorted(map(int, ids)) == list(range(100)) and ids != sorted(ids, key=int)
+    assert find_dataset(path, validation_fraction=0.1).load_split("test") == splits["test"]
+    fingerprints = {find_dataset(path, validation_fraction=value).fingerprint for value in (0, 0.2)}
+    assert len(fingerprints | {dataset.fingerprint}) == 3
+    said = "is split (seed 42, by label): 80 examples train, 10 validate, 10 test"
+    assert said in capsys.readouterr().out
+
+
+def test_numbers_are_split_evenly_and_words_at_random(tmp_path):
+    write_file(tmp_path / "rated.jsonl", labelled(*(at / 2 for at in range(40))))
+    dataset = find_dataset(str(tmp_path / "rated.jsonl"), validation_fraction=0.25)
+    for split in ("validation", "test"):
+        quarters = [int(example.label // 5) for example in dataset.load_split(split)]
+        assert all(2 <= quarters.count(quarter) <= 3 for quarter in range(4))
+    write_file(tmp_path / "tags.jsonl", 8 * [{"tokens": ["a"], "tags": ["O"]}])
+    dataset = find_dataset(str(tmp_path / "tags.jsonl"), validation_fraction=0.25)
+    counts = [len(dataset.load_split(split)) for split in ("train", "validation", "test")]
+    assert counts == [4, 2, 2]
+
+
+def test_only_a_single_file_that_is_large_enough_is_split(tmp_path):
+    splits = write_splits(tmp_path / "set", "jsonl", labelled("a", "b"))
+    found = "found train.jsonl, valid.jsonl, test.jsonl at .*set, expected a single file"
+    retrieval = write_files(tmp_path / "ir", beir_files([("d", "", "x")], [("q", "x")], test=[]))
+    for name, message in (
+        (splits, found),
+        (retrieval, "found retrieval data at .*ir, expected a single file"),
+        ("sst2", "found a named data set at sst2"),
+        ("org/name", "found a repository of the Hub at org/name"),
+    ):
+        with pytest.raises(InputError, match=rf"^--validation-fraction 0.1: {message}"):
+            find_dataset(name, validation_fraction=0.1)
+    dataset = find_dataset(str(tmp_path / "set/test.jsonl"), validation_fraction=0.1)
+    with pytest.raises(InputError, match=r"test.jsonl: found 2 examples, expected at least 10, of"):
+        dataset.load_split("train")
 
 
 @pytest.mark.parametrize("labels", [["4.8", "good"], ["1", "-1"], ["e"], ["nan", "inf"]])

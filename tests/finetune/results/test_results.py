@@ -50,6 +50,12 @@ def write(one: FinetuneJob, dataset="sst2", **fitting) -> Path:
     return result_files.job_directory(one, dataset)
 
 
+def test_a_fraction_that_splits_the_data_is_recorded(tmp_path):
+    split = dataclasses.replace(job(tmp_path / "a"), data=DatasetConfig(validation_fraction=0.1))
+    assert read_json(write(split) / "results.json")["validation_fraction"] == 0.1
+    assert "validation_fraction" not in read_json(write(job(tmp_path / "b")) / "results.json")
+
+
 @pytest.mark.parametrize(
     ("rate", "name"), [(1e-5, "1e-05"), (1.5e-5, "1.5e-05"), (0.1, "1e-01"), (3e-4 / 7, None)]
 )
