@@ -107,7 +107,8 @@ def squad(questions: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def write_families(root: Path) -> None:
     """Write a data set for each family: the label is which of two words occurs.
 
-    That of regression counts a word. Two are of retrieval: `ir` and `other`.
+    That of regression counts a word, those of multi-label are three words. Two are of retrieval:
+    `ir` and `other`.
     """
     random = np.random.default_rng(0)
     texts = {}
@@ -119,6 +120,7 @@ def write_families(root: Path) -> None:
         tagged = []
         asked = []
         rated = []
+        labelled = []
         for at, text in enumerate(some):
             words = text.split()
             classified.append(
@@ -136,8 +138,11 @@ def write_families(root: Path) -> None:
                 {"id": f"{split}{at}", "question": "which?", "context": text, "answers": answers}
             )
             rated.append({"id": at, "text": text, "label": words.count("stan") - 0.5})
+            labels = [word for word in ("dove", "mill", "stan") if word in words]
+            labelled.append({"id": at, "text": text, "labels": labels})
         write_file(root / "sc" / f"{split}.jsonl", classified)
         write_file(root / "regression" / f"{split}.jsonl", rated)
+        write_file(root / "multi_label" / f"{split}.jsonl", labelled)
         write_file(root / "tc" / f"{split}.jsonl", tagged)
         write_file(root / "qa" / f"{split}.json", squad(asked))
     for name, place in (("ir", 0), ("other", 1)):

@@ -36,6 +36,7 @@ _BASELINE_DESCRIPTIONS = {
     TaskFamily.QA: "never answering",
     TaskFamily.IR: "random ranking",
     TaskFamily.REGRESSION: "one number for all texts",
+    TaskFamily.MULTI_LABEL: "the most frequent label for all texts",
 }
 """The trivial predictor behind `Scores.baseline` of each family."""
 

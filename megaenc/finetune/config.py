@@ -70,6 +70,9 @@ class FinetuneConfig:
     pooling: Literal["mean", "cls", "lasttoken"] = "mean"
     """state of a text for the linear head of classification and for retrieval: the mean of its
     tokens' states, the first, or the last; --head native pools as the model's config says"""
+    threshold: Literal["0.5", "auto"] = "0.5"
+    """probability from which a label of multi_label is predicted; auto: the one with the best score
+    on the validation split"""
     scale: PositiveFloat = 20.0
     """factor of the cosine similarities in the retrieval loss, the inverse of its temperature"""
     tokens_per_forward: PositiveInt = 16384

@@ -28,7 +28,8 @@ class TaskFamily(StrEnum):
     """Enum of task families, whose values are their names.
 
     SC is sequence classification, TC token classification, QA extractive question answering and IR
-    retrieval: the four of the study (STUDY_FAMILIES). REGRESSION predicts a number for each text.
+    retrieval: the four of the study (STUDY_FAMILIES). REGRESSION predicts a number for each text,
+    MULTI_LABEL any number of labels.
     """
 
     SC = "SC"  # sequence classification
@@ -36,11 +37,12 @@ class TaskFamily(StrEnum):
     QA = "QA"  # extractive question answering
     IR = "IR"  # retrieval
     REGRESSION = "regression"  # a number for each text
+    MULTI_LABEL = "multi_label"  # any number of labels for each text
 
 
 STUDY_FAMILIES = (TaskFamily.SC, TaskFamily.TC, TaskFamily.QA, TaskFamily.IR)
 """Task families of the study."""
-SEQUENCE_FAMILIES = (TaskFamily.SC, TaskFamily.REGRESSION)
+SEQUENCE_FAMILIES = (TaskFamily.SC, TaskFamily.REGRESSION, TaskFamily.MULTI_LABEL)
 """Task families whose examples are `LabelledText`, and whose head reads one state of each text."""
 
 SplitName: TypeAlias = Literal["train", "validation", "test"]
@@ -50,13 +52,14 @@ SplitName: TypeAlias = Literal["train", "validation", "test"]
 class LabelledText:
     """Example of SEQUENCE_FAMILIES: id, text or pair of texts, label.
 
-    `label` is an index in `Dataset.labels`, a number in regression. `text_pair` is the second text;
-    None for a single text and for a pair that a template has joined to one text.
+    `label` is an index in `Dataset.labels`, a number in regression, and a tuple of ascending
+    indices in MULTI_LABEL. `text_pair` is the second text; None for a single text and for a pair
+    that a template has joined to one text.
     """
 
     id: str
     text: str
-    label: int | float
+    label: int | float | tuple[int, ...]
     text_pair: str | None = None
 
     @property
@@ -154,7 +157,8 @@ class Dataset:
     """Name of the data set and of its directory in results."""
     family: TaskFamily
     labels: tuple[str, ...]
-    """Classes of SC, tags of TC (with "O"), ("score",) of regression; empty for QA and IR."""
+    """Labels of SC and MULTI_LABEL, tags of TC (with "O"), ("score",) of regression; empty for QA
+    and IR."""
     train_on: str
     """Name of the training data set: `name`, except in retrieval."""
     fingerprint: str

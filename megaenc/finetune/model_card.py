@@ -13,6 +13,7 @@ _PIPELINES = {
     TaskFamily.QA: "token-classification",
     TaskFamily.IR: "sentence-similarity",
     TaskFamily.REGRESSION: "text-classification",
+    TaskFamily.MULTI_LABEL: "text-classification",
 }
 _USAGE = {
     TaskFamily.SC: """from transformers import pipeline
@@ -45,6 +46,11 @@ model.similarity(queries, documents)""",
 }
 # The pipeline reads `problem_type` of config.json, so that a score is the number itself.
 _USAGE[TaskFamily.REGRESSION] = _USAGE[TaskFamily.SC].replace("classify", "predict")
+_USAGE[TaskFamily.MULTI_LABEL] = """from transformers import pipeline
+
+classify = pipeline("text-classification", "DIRECTORY", top_k=None)
+scores, pair_scores = classify([{"text": "a text"}, PAIR], truncation=True)  # PAIR: two texts
+labels = [label["label"] for label in scores if label["score"] >= THRESHOLD]"""
 
 _SPACED_WORDS = '[words[0], *(f" {word}" for word in words[1:])]'
 
@@ -101,6 +107,7 @@ def build_finetuned_card(
     usage = (
         _USAGE[family]
         .replace("PAIR", pair)
+        .replace("THRESHOLD", f"{details.get('threshold')}")
         .replace("WORDS", _SPACED_WORDS if needs_spaces else "words")
     )
     return f"""---

@@ -49,7 +49,7 @@ class PredictConfig:
     overwrite: bool = False
     """replace the file of --output if it exists"""
     all_scores: bool = False
-    """classification: add `scores`, the probability of every label, to each prediction"""
+    """SC and multi_label: add `scores`, the probability of every label, to each prediction"""
 
 
 @handle_command_errors
@@ -78,7 +78,7 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
             f"--model {directory}: no {MODEL_DETAILS}, "
             "expected a directory that --save-model or --keep wrote"
         )
-    family, protocol, pair_template = _read_details(directory / MODEL_DETAILS)
+    family, protocol, pair_template, threshold = _read_details(directory / MODEL_DETAILS)
     if family == TaskFamily.IR:
         raise InputError(
             f"--model {directory}: found a retrieval model; "
@@ -91,15 +91,22 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
     rows = list(formats.read_rows(Path(settings.input)))
     if not rows:
         raise InputError(f"--input {settings.input}: holds no row, expected at least one")
-    if settings.all_scores and family != TaskFamily.SC:
+    if settings.all_scores and family not in (TaskFamily.SC, TaskFamily.MULTI_LABEL):
         raise InputError(
-            f"--all-scores: found a model of {family}, expected one of SC: "
+            f"--all-scores: found a model of {family}, expected one of SC or multi_label: "
             "labels of single texts or pairs"
         )
     examples = _build_examples(family, rows, pair_template)
     # Without a file, standard output has only the predictions.
     with contextlib.nullcontext() if settings.output else contextlib.redirect_stdout(sys.stderr):
-        predictions = predict(directory, family, protocol, examples, all_scores=settings.all_scores)
+        predictions = predict(
+            directory,
+            family,
+            protocol,
+            examples,
+            all_scores=settings.all_scores,
+            threshold=threshold,
+        )
     lines = []
     for (_, row), prediction in zip(rows, predictions, strict=True):
         if "id" in row:
@@ -115,8 +122,8 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
     print_rank_0(f"{len(lines):,} predictions: {settings.output}")
 
 
-def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str]:
-    """Return task family, protocol and pair template from a model's finetuning.json.
+def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str, float]:
+    """Return task family, protocol, pair template and threshold of finetuning.json.
 
     Raises:
         InputError: A field is missing, unknown or of another type, or the template is invalid.
@@ -145,7 +152,13 @@ def _read_details(file: Path) -> tuple[TaskFamily, FinetuneConfig, str]:
         except InputError as error:
             complaint = str(error).removeprefix("--pair-template ")
             raise InputError(f"{file}: field `pair_template`: {complaint}") from None
-    return TaskFamily(family), protocol, pair_template
+    threshold = details.get("threshold", 0.5)
+    if not isinstance(threshold, float) or not 0 <= threshold <= 1:
+        raise InputError(
+            f"{file}: field `threshold`: found {shorten_repr(threshold)}, "
+            "expected a number from 0.0 to 1.0"
+        )
+    return TaskFamily(family), protocol, pair_template, threshold
 
 
 def _read_labels(file: Path) -> tuple[str, ...]:
@@ -195,7 +208,8 @@ def _build_examples(
                         f"{location}: field `text_pair`: expected both texts in `text`, "
                         "joined as in training"
                     )
-                yield formats.build_labelled_text(row, location, "", 0, pair_template)
+                label = () if family == TaskFamily.MULTI_LABEL else 0
+                yield formats.build_labelled_text(row, location, "", label, pair_template)
             elif family == TaskFamily.TC:
                 words = formats.get_value(row, "tokens", location, list)
                 if not words or not all(isinstance(word, str) for word in words):
@@ -237,20 +251,23 @@ def predict(
     examples: Examples,
     *,
     all_scores: bool = False,
+    threshold: float = 0.5,
 ) -> list[dict[str, Any]]:
     """Return the predictions of a fine-tuned model, one for each example, in order.
 
     A prediction is {"label", "score"} in SC, with the probability of the label from 0 to 1, rounded
-    to 6 digits; {"label"}, a number rounded to 6 digits, in regression; {"tags"}, a list with a
-    tag's name for each word, in TC; {"answer"}, a text, empty if there is none, in QA. Progress and
-    the number of texts that are cut are printed. It is an InputError if the directory holds no such
-    model, a row cannot be tokenized, or a score is NaN.
+    to 6 digits; {"label"}, a number rounded to 6 digits, in regression; {"labels"}, a list of
+    names, in MULTI_LABEL; {"tags"}, a list with a tag's name for each word, in TC; {"answer"}, a
+    text, empty if there is none, in QA. Progress and the number of texts that are cut are printed.
+    It is an InputError if the directory holds no such model, a row cannot be tokenized, or a score
+    is NaN.
 
     Args:
         directory: Directory that --save-model or --keep wrote.
         family, protocol: Those of the model's finetuning.json; IR is not supported.
         examples: Examples of the family; their labels are ignored.
-        all_scores: In SC, add {"scores"}: the probability of every label, by its name.
+        all_scores: In SC and MULTI_LABEL, add {"scores"}: the probability of every label, by name.
+        threshold: In MULTI_LABEL, the smallest probability of a predicted label.
     """
     import torch
 
@@ -333,6 +350,14 @@ def predict(
             if family == TaskFamily.REGRESSION:
                 for row, number in zip(part, outputs[:, 0].tolist(), strict=True):
                     predictions[row] = {"label": round(number, 6)}
+            elif family == TaskFamily.MULTI_LABEL:
+                for row, probabilities in zip(part, outputs.sigmoid().tolist(), strict=True):
+                    by_label = dict(zip(labels, probabilities, strict=True))
+                    names = [label for label in labels if by_label[label] >= threshold]
+                    predictions[row] = {"labels": names}
+                    if all_scores:
+                        scores = {label: round(by_label[label], 6) for label in labels}
+                        predictions[row]["scores"] = scores
             elif family == TaskFamily.SC:
                 for row, probabilities in zip(part, outputs.softmax(-1), strict=True):
                     best = int(probabilities.argmax())

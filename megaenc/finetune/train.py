@@ -260,6 +260,7 @@ class FinetuneRun:
             return
         held_out.task.progress = self.report.repeat
         try:
+            held_out.task.calibrate(self.model, held_out.splits["validation"][0])
             scores = held_out.task.evaluate(self.model, *held_out.splits["validation"])
         except NonFinitePredictionError as error:
             raise RunFailure(f"{error} after step {step}", step) from None
@@ -307,6 +308,7 @@ class FinetuneRun:
         task = held_out.task
         task.progress = self.report.report_texts
         scores: dict[SplitName, Scores] = {}
+        task.calibrate(self.model, held_out.splits["validation"][0])
         for split, data in held_out.splits.items():
             if split == "validation" and validation is not None:
                 scores[split] = validation

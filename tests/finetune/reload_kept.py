@@ -40,6 +40,21 @@ def score_regression(directory, data):
     return np.mean([pearsonr(gold, found)[0], spearmanr(gold, found)[0]]), predict(SENTENCES)
 
 
+def score_multi_label(directory, data):
+    """Micro F1 of the labels above the threshold of finetuning.json."""
+    classify = pipeline("text-classification", str(directory), top_k=None, truncation=True)
+    assert classify.model.config.problem_type == "multi_label_classification"
+    threshold = json.loads((directory / "finetuning.json").read_text())["threshold"]
+    rows = read(data / "test.jsonl")
+    gold = []
+    found = []
+    for row, scores in zip(rows, classify([row["text"] for row in rows]), strict=True):
+        for score in scores:
+            gold.append(score["label"] in row["labels"])
+            found.append(score["score"] >= threshold)
+    return f1_score(gold, found), classify(SENTENCES)
+
+
 def score_tc(directory, data):
     """Return the mean over sentences of the macro F1 of tags.
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import reload_kept
 import runs
 import tokenizer_shapes
 import torch
@@ -47,6 +48,7 @@ CASES = {
     "last token": ("eurobert", "ir", ["--pooling", "lasttoken"]),
     "regression": ("eurobert", "regression", []),
     "native regression": ("modernbert", "regression", ["--head", "native"]),
+    "multi_label": ("eurobert", "multi_label", ["--threshold", "auto"]),
     "bf16": ("eurobert", "tc", ["--precision", "bf16"]),
     "native sc": ("modernbert", "sc", ["--head", "native"]),
     "native qa": ("modernbert", "qa", ["--head", "native"]),
@@ -282,6 +284,12 @@ UNKEPT = [
         ["--pooling", "lasttoken"],
         "--pooling lasttoken: found tc, and TC reads the states",
     ),
+    (
+        "eurobert",
+        "sc",
+        ["--threshold", "auto"],
+        "--threshold auto: found sc of the task SC, expected multi_label",
+    ),
 ]
 
 
@@ -379,10 +387,9 @@ def test_a_grid_keeps_models(keep, models, data, tmp_path):
         assert details["scores"]["test"]["score"] == results[run]["test"]["score"]
 
 
-def predict(directory, source, output):
-    predict_main(
-        ["--model", str(directory), "--input", str(source), "--output", str(output), "--overwrite"]
-    )
+def predict(directory, source, output, *given):
+    files = ["--model", directory, "--input", source, "--output", output]
+    predict_main([*map(str, files), "--overwrite", *given])
     return read(output)
 
 
@@ -403,6 +410,18 @@ def test_predictions_give_the_score_of_the_run(kept, data, tmp_path):
     correlation = pearsonr([row["label"] for row in rows], [one["label"] for one in found])
     pearson = kept["regression"][1]["test"]["metrics"]["pearson"]
     assert correlation.statistic == pytest.approx(pearson, abs=1e-5)
+    directory, result, _, answers = kept["multi_label"]
+    threshold = result["validation"]["metrics"]["threshold"]
+    assert read_json(directory / "finetuning.json")["threshold"] == threshold != 0.5
+    assert f'label["score"] >= {threshold}]' in (directory / "README.md").read_text()
+    write_file(tmp_path / "rows.jsonl", [{"text": text} for text in reload_kept.SENTENCES])
+    found = predict(directory, tmp_path / "rows.jsonl", tmp_path / "found", "--all-scores")
+    for one, scores in zip(found, answers, strict=True):
+        assert one["scores"] == pytest.approx(
+            {score["label"]: score["score"] for score in scores}, abs=1e-5
+        )
+        above = {score["label"] for score in scores if score["score"] >= threshold}
+        assert set(one["labels"]) == above
     found = predict(kept["native qa"][0], data / "qa" / "test.json", tmp_path / "found.jsonl")
     texts = [
         one["context"] for one in read_json(data / "qa" / "test.json")["data"][0]["paragraphs"]

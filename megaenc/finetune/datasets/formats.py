@@ -50,9 +50,9 @@ _NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|nan|inf(inity)?)", 
 _HIDDEN = "-1"
 """Label of every row of a test split whose labels are not published, as in GLUE."""
 EXPECTED_FORMATS = (
-    "rows with text and label (SC, regression), tokens and tags (TC) or question, context and "
-    "answers (QA) in JSONL, TSV, CSV or Parquet, columns of words and tags (.conll, .iob2), "
-    "or SQuAD's JSON"
+    "rows with text and label (SC, regression) or labels (multi_label), tokens and tags (TC) or "
+    "question, context and answers (QA) in JSONL, TSV, CSV or Parquet, columns of words and tags "
+    "(.conll, .iob2), or SQuAD's JSON"
 )
 _COLUMNS = (".conll", ".iob2", ".iob", ".bio", ".txt")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", ".parquet", *_COLUMNS)
@@ -120,7 +120,8 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
     """Return the task family of a row by its keys and the type of its label.
 
     It is TC with tokens and tags, else QA with question and context, else regression with a label
-    that is a float, else SC with text or label.
+    that is a float, else multi-label with a label that is a list or with labels instead of a label,
+    else SC with text or label.
 
     Args:
         path: File of the row, for the error.
@@ -132,8 +133,11 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
         return TaskFamily.TC
     if "question" in row and "context" in row:
         return TaskFamily.QA
-    if isinstance(row.get("label"), float):
+    label = row.get("label")
+    if isinstance(label, float):
         return TaskFamily.REGRESSION
+    if isinstance(label, list) or ("labels" in row and "label" not in row):
+        return TaskFamily.MULTI_LABEL
     if "text" in row or "label" in row:
         return TaskFamily.SC
     raise InputError(
@@ -464,6 +468,28 @@ def parse_label(value: Any, location: str) -> str:
     return str(value)
 
 
+def read_label_list(row: Mapping[str, Any], location: str) -> list[Any]:
+    """Return the labels of a row of MULTI_LABEL, unchecked.
+
+    They are in `labels`, or without it in `label`: a list, or text split at `|`; "" has none.
+
+    Args:
+        location: Start of the error, such as file:line.
+
+    Raises:
+        InputError: The value is missing, or neither a list nor text.
+    """
+    value = get_value(row, "labels" if "labels" in row else "label", location)
+    if isinstance(value, str):
+        return [label.strip() for label in value.split("|")] if value else []
+    if not isinstance(value, list):
+        raise InputError(
+            f"{location}: labels {_format_value(value)}: expected a list, or text with | between "
+            "labels"
+        )
+    return value
+
+
 def parse_number(value: Any, location: str) -> float:
     """Return the label `value` of regression, a finite number or its digits as text.
 
@@ -488,20 +514,26 @@ def parse_number(value: Any, location: str) -> float:
 def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
     """Return the LabelSet of all labels in rows, which are names (not `is_indexed`).
 
-    Classes of SC are sorted, as numbers if all are integers. Tags of TC are "O", even if it does
-    not occur, then the others, sorted.
+    Labels of SC and MULTI_LABEL are sorted, as numbers if all are integers. Tags of TC are "O",
+    even if it does not occur, then the others, sorted.
 
     Args:
-        family: SC or TC.
-        rows: (location, fields) pairs, with the field `label` in SC and `tags` in TC.
+        family: SC, TC or MULTI_LABEL.
+        rows: (location, fields) pairs, with the field `label` in SC, `tags` in TC, and that of
+            `read_label_list` in MULTI_LABEL.
 
     Raises:
-        InputError: A label is invalid, or all are numbers and one has a point or an exponent.
+        InputError: A label is invalid, or there is none in MULTI_LABEL, or all are numbers and one
+            has a point or an exponent.
     """
     names: dict[str, str] = {}  # by name, the first location
+    location = ""
     for location, row in rows:
         if family is TaskFamily.SC:
             names.setdefault(parse_label(get_value(row, "label", location), location), location)
+        elif family is TaskFamily.MULTI_LABEL:
+            for label in read_label_list(row, location):
+                names.setdefault(parse_label(label, location), location)
         else:
             tags = get_value(row, "tags", location, list)
             names |= {
@@ -510,6 +542,8 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
             }
     if family is TaskFamily.TC:
         return LabelSet(("O", *sorted(names.keys() - {"O"})), is_indexed=False)
+    if family is TaskFamily.MULTI_LABEL and not names:
+        raise InputError(f"{location}: found no label up to here, expected a text with one")
     scores = [name for name in names if "." in name or "e" in name.lower()]
     if scores and all(_NUMBER.fullmatch(name) for name in names):
         advice = "names of classes that look like numbers need a meta.json that lists them"
@@ -579,9 +613,9 @@ def build_example(
 ) -> LabelledText | TaggedWords | Question:
     """Return a row as LabelledText, TaggedWords (TC) or Question (QA).
 
-    SC and regression: `text` (with `text_pair`, joined by the template) and `label`. TC: `tokens`
-    and `tags`. QA: `question`, `context` and, unless `is_impossible`, `answers` (lists `text` and
-    `answer_start`).
+    SC and regression: `text` (with `text_pair`, joined by the template) and `label`; MULTI_LABEL:
+    the labels of `read_label_list` instead. TC: `tokens` and `tags`. QA: `question`, `context` and,
+    unless `is_impossible`, `answers` (lists `text` and `answer_start`).
 
     Args:
         name: Id of the example if the row has no `id`.
@@ -597,9 +631,14 @@ def build_example(
         return _build_tagged_words(row, location, name, labels)
     if family is TaskFamily.QA:
         return _build_question(row, location, name)
-    value = get_value(row, "label", location)
-    is_number = family is TaskFamily.REGRESSION
-    label = parse_number(value, location) if is_number else labels.index(value, location)
+    if family is TaskFamily.MULTI_LABEL:
+        label = tuple(
+            sorted({labels.index(value, location) for value in read_label_list(row, location)})
+        )
+    elif family is TaskFamily.REGRESSION:
+        label = parse_number(get_value(row, "label", location), location)
+    else:
+        label = labels.index(get_value(row, "label", location), location)
     return build_labelled_text(row, location, name, label, pair_template)
 
 
@@ -622,7 +661,7 @@ def check_id(row: Mapping[str, Any], location: str) -> str | int | None:
 
 
 def build_labelled_text(
-    row: Mapping[str, Any], location: str, name: str, label: int | float, pair_template: str
+    row: Mapping[str, Any], location: str, name: str, label: Any, pair_template: str
 ) -> LabelledText:
     """Return the example of a row of SEQUENCE_FAMILIES from its texts.
 

@@ -55,8 +55,8 @@ _TEXT_COLUMNS = [
 ]
 _COLUMNS = {TaskFamily.TC: _TAG_COLUMNS, TaskFamily.QA: _QA_COLUMNS, TaskFamily.SC: _TEXT_COLUMNS}
 _EXPECTED = (
-    "text (or sentence) and label (SC, regression), tokens and tags (or ner_tags) (TC), or "
-    "question, context and answers (QA); "
+    "text (or sentence) and label (SC, regression, multi_label), tokens and tags (or ner_tags) "
+    "(TC), or question, context and answers (QA); "
     "other columns need local files"
 )
 
@@ -193,10 +193,10 @@ def _find_labels(
     """
     if family in formats.FIXED_LABELS:
         return formats.FIXED_LABELS[family]
-    ours = "label" if family is TaskFamily.SC else "tags"
+    ours = "tags" if family is TaskFamily.TC else "label"
     feature = data.features[fields[ours]]
     names = getattr(
-        getattr(feature, "feature", None) if family is TaskFamily.TC else feature, "names", None
+        feature if family is TaskFamily.SC else getattr(feature, "feature", None), "names", None
     )
     if names is not None:
         return formats.check_label_names(

@@ -55,9 +55,10 @@ class DatasetConfig:
     constructor checks nothing.
     """
 
-    task: Literal["", "SC", "TC", "QA", "IR", "regression"] = ""
+    task: Literal["", "SC", "TC", "QA", "IR", "regression", "multi_label"] = ""
     """task of local data, by default inferred from the files: SC sequence classification, TC token
-    classification, QA question answering, IR retrieval, regression a number for each text"""
+    classification, QA question answering, IR retrieval, regression a number for each text,
+    multi_label any number of labels"""
     pair_template: str = TOKENIZER_PAIRS
     """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens; study:
     by the study's template; or a template with {text} and {text_pair}; local data named like a data
@@ -172,15 +173,16 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     )
 
 
-def format_split_error(fraction: float, place: str, found: str) -> str:
-    """Return the error text that --validation-fraction cannot split the data at `place`.
+def format_split_error(fraction: float, place: str, content: str) -> str:
+    """Return the error text that --validation-fraction cannot split data.
 
     Args:
         fraction: Value of the flag.
-        found: Text on the data, such as the names of its files.
+        place: Name or path of the data.
+        content: Text on the data, such as the names of its files.
     """
     return (
-        f"--validation-fraction {fraction:g}: found {found} at {place}, "
+        f"--validation-fraction {fraction:g}: found {content} at {place}, "
         "expected a single file of labelled data"
     )
 
@@ -357,8 +359,8 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
     """
     if family in formats.FIXED_LABELS:
         return formats.FIXED_LABELS[family]
-    key = "labels" if family is TaskFamily.SC else "tags"
-    column = "label" if family is TaskFamily.SC else "tags"
+    key = "tags" if family is TaskFamily.TC else "labels"
+    column = "label" if family is TaskFamily.SC else key
     first_file = data_files[0]
     class_names = {
         data_file: read_parquet_label_names(data_file, column)

@@ -40,8 +40,8 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
     location = _split_name(name_or_path)[1]
     reference = None if path is None else hub_repository.parse_hub_reference(location)
     if flags.validation_fraction and (path is None or reference):
-        found = "a named data set" if path is None else "a repository of the Hub"
-        raise InputError(local.format_split_error(flags.validation_fraction, location, found))
+        content = "a named data set" if path is None else "a repository of the Hub"
+        raise InputError(local.format_split_error(flags.validation_fraction, location, content))
     if path is not None:
         known = hub.HUB_DATASETS.get(name)
         is_pair = known is not None and "text_pair" in known.fields

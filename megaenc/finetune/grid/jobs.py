@@ -45,7 +45,8 @@ def build_jobs(
         output: Root directory of the results, whose cache of fingerprints is read.
 
     Raises:
-        InputError: A model, data set, head or pooling is unusable, or a name or rate repeated.
+        InputError: A model, data set, head, pooling or threshold is unusable, or a name or rate
+            repeated.
     """
     sources = [parse_model(name_or_path) for name_or_path in models]
     loaded_datasets = [
@@ -86,6 +87,11 @@ def build_jobs(
             raise InputError(
                 f"--pooling {protocol.pooling}: found {first_dataset.name}, "
                 f"and {family} reads the states of all tokens; expected mean"
+            )
+        if protocol.threshold != "0.5" and family != TaskFamily.MULTI_LABEL:
+            raise InputError(
+                f"--threshold {protocol.threshold}: found {first_dataset.name} of the task "
+                f"{family}, expected multi_label"
             )
         for model, weights in zip(sources, weight_fingerprints, strict=True):
             tokenizer = compute_tokenizer_fingerprint(model.location)

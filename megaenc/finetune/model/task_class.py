@@ -21,6 +21,11 @@ output."""
 QA_LABELS = ("OUTSIDE", "INSIDE")
 """Labels of question answering, which labels each token as inside or outside the answer."""
 _EUROBERT_POOLING = {"mean": "mean", "cls": "bos"}
+_PROBLEM_TYPES = {
+    TaskFamily.REGRESSION: "regression",
+    TaskFamily.MULTI_LABEL: "multi_label_classification",
+}
+"""Names of transformers for tasks of its classes for sequences; pipelines follow them."""
 USE_NATIVE = "expected --head native, which trains the class's own head"
 
 
@@ -43,6 +48,7 @@ def find_task_class(config: Any, family: TaskFamily) -> type | None:
         TaskFamily.QA: modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
         TaskFamily.IR: modeling_auto.MODEL_MAPPING,
         TaskFamily.REGRESSION: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        TaskFamily.MULTI_LABEL: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     }[family]
     kind = mapping.get(type(config), None)
     return kind if isinstance(kind, type) else None
@@ -52,10 +58,10 @@ def set_labels(config: Any, family: TaskFamily, labels: Sequence[str]) -> None:
     """Set labels and `problem_type` of a transformers `config` in place.
 
     Args:
-        family: Task family, which gives the problem type; None for all but regression.
+        family: Task family, which gives the problem type: that of `_PROBLEM_TYPES`, else None.
         labels: Label names in the order of their indices.
     """
-    config.problem_type = "regression" if family == TaskFamily.REGRESSION else None
+    config.problem_type = _PROBLEM_TYPES.get(family)
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: index for index, label in enumerate(labels)}
 

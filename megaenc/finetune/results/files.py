@@ -53,6 +53,7 @@ _LATER_DEFAULTS = {
     "best_checkpoint": False,
     "early_stopping": 0,
     "pooling": "mean",
+    "threshold": "0.5",
 }
 _LATER_DEFAULTS |= {"special_tokens": "", "add_bos": None, "add_eos": None}
 _MISSING = object()

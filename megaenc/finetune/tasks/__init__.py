@@ -3,6 +3,7 @@
 from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.tasks.base import FinetuneTask, NonFinitePredictionError, Scores, TaskModel
 from megaenc.finetune.tasks.classification import Classification
+from megaenc.finetune.tasks.multi_label import MultiLabel
 from megaenc.finetune.tasks.question_answering import QuestionAnswering
 from megaenc.finetune.tasks.regression import Regression
 from megaenc.finetune.tasks.retrieval import RetrievalTask
@@ -10,7 +11,14 @@ from megaenc.finetune.tasks.token_classification import TokenClassification
 
 TASKS: dict[TaskFamily, type[FinetuneTask]] = {
     task.family: task
-    for task in (Classification, TokenClassification, QuestionAnswering, RetrievalTask, Regression)
+    for task in (
+        Classification,
+        TokenClassification,
+        QuestionAnswering,
+        RetrievalTask,
+        Regression,
+        MultiLabel,
+    )
 }
 
 __all__ = ["TASKS", "FinetuneTask", "NonFinitePredictionError", "Scores", "TaskModel"]

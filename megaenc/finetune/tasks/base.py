@@ -134,6 +134,16 @@ class FinetuneTask(ABC):
             NonFinitePredictionError: A prediction is NaN or inf.
         """
 
+    def calibrate(self, model: TaskModel, data: TokenizedSplit) -> None:
+        """Choose a value that evaluations of `model` use, on the validation split `data`.
+
+        The default does nothing; MULTI_LABEL chooses its threshold with --threshold auto.
+
+        Raises:
+            NonFinitePredictionError: A prediction is NaN or inf.
+        """
+        return
+
     def clear_cache(self) -> None:
         """Drop cached outputs of the model.
 
@@ -204,7 +214,7 @@ class FinetuneTask(ABC):
 
         Returns:
             int64[outputs], label indices, IGNORE_INDEX for outputs without a label; float32 of
-            the shape of the outputs in regression.
+            the shape of the outputs in regression and MULTI_LABEL.
 
         Raises:
             NotImplementedError: The subclass has a loss of its own (retrieval).

@@ -20,14 +20,18 @@ class Classification(FinetuneTask):
     family: ClassVar[TaskFamily] = TaskFamily.SC
 
     def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> TokenizedTexts:
-        """Return the tokenized texts of `examples`, with their class indices.
+        """Return the tokenized texts of `examples`, with their labels.
 
-        A pair's two texts are joined by the tokenizer. The column `labels`, int64[n], has the
-        indices.
+        A pair's two texts are joined by the tokenizer. The column `labels` has the result of
+        `encode_labels`.
         """
         rows = encoder.encode([example.content for example in examples])
-        rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.int64)
+        rows.columns["labels"] = self.encode_labels(examples)
         return rows
+
+    def encode_labels(self, examples: list[LabelledText]) -> np.ndarray:
+        """Return the class index of each example, int64[n]."""
+        return np.array([example.label for example in examples], dtype=np.int64)
 
     def pool(self, states: Tensor, packed: PackedTexts) -> Tensor:
         """Return the pooled states of each text of a pack, float32[texts, hidden_size].

@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 from megaenc.finetune.examples import LabelledText, TaskFamily
 from megaenc.finetune.tasks.base import Scores, TaskModel
 from megaenc.finetune.tasks.classification import Classification
-from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
+from megaenc.finetune.tokenized import TokenizedTexts
 
 
 class Regression(Classification):
@@ -21,15 +21,9 @@ class Regression(Classification):
 
     family: ClassVar[TaskFamily] = TaskFamily.REGRESSION
 
-    def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> TokenizedTexts:
-        """Return the tokenized texts of `examples`, with their numbers.
-
-        A pair's two texts are joined by the tokenizer. The column `labels`, float64[n], has the
-        numbers.
-        """
-        rows = encoder.encode([example.content for example in examples])
-        rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.float64)
-        return rows
+    def encode_labels(self, examples: list[LabelledText]) -> np.ndarray:
+        """Return the number of each example, float64[n]."""
+        return np.array([example.label for example in examples], dtype=np.float64)
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return the number of each of the texts `rows`, float32[len(rows), 1]."""

@@ -181,6 +181,16 @@ def test_numbers_of_the_hub_are_labels_of_regression(on_hub):
         find_dataset("org/similar", task="SC")
 
 
+def test_lists_of_class_names_of_the_hub_are_labels_of_multi_label(on_hub):
+    names = datasets.ClassLabel(names=["joy", "anger"])
+    features = datasets.Features({"text": datasets.Value("string"), "labels": [names]})
+    table = Dataset.from_dict({"text": ["a", "b"], "labels": [[1, 0], []]}, features=features)
+    on_hub({split: table for split in ("train", "validation", "test")})
+    found = find_dataset("org/emotions")
+    assert (found.family, found.labels) == (TaskFamily.MULTI_LABEL, ("joy", "anger"))
+    assert [example.label for example in found.load_split("test")] == [(0, 1), ()]
+
+
 @pytest.mark.parametrize("content, message", [
     ({"train": Dataset.from_dict({"body": ["x"], "stars": [1]})},
      r"data set odd \(org/odd\): found the columns `body`, `stars`, expected text \(or sentence\) "

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import os
+import re
 import time
 from collections import Counter
 
@@ -114,6 +115,50 @@ def test_numbers_are_labels_of_regression(tmp_path, form, labels, task):
     assert dataset.family is TaskFamily.REGRESSION and dataset.labels == ("score",)
     found = [example.label for example in dataset.load_split("test")]
     assert found == [float(label) for label in labels]
+
+
+@pytest.mark.parametrize(
+    ("form", "key", "labels"),
+    [
+        ("jsonl", "labels", [["b", "a"], [], ["c", "c"]]),
+        ("parquet", "label", [["b", "a"], [], ["c", "c"]]),
+        ("jsonl", "labels", ["b|a", "", "c"]),
+        ("csv", "labels", ["b | a", "", "c"]),
+    ],
+)
+def test_a_text_may_have_any_number_of_labels(tmp_path, form, key, labels):
+    rows = [{"text": "x", key: value} for value in labels]
+    dataset = find_dataset(write_splits(tmp_path / "set", form, rows))
+    assert (dataset.family, dataset.labels) == (TaskFamily.MULTI_LABEL, ("a", "b", "c"))
+    assert [example.label for example in dataset.load_split("test")] == [(0, 1), (), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (7, "labels 7: expected a list, or text with | between labels"),
+        (["z"], "label 'z': outside the label set, expected one of a, b"),
+        ([["a"]], "label ['a']: expected text or an integer"),
+        ("a|", "label '': expected text or an integer"),
+        (None, "key `labels`: found null, expected a value"),
+    ],
+)
+def test_bad_lists_of_labels_are_one_line(tmp_path, value, message):
+    rows = [{"text": "x", "labels": ["a", "b"]}]
+    other = [{"text": "x", "labels": value}]
+    directory = write_splits(tmp_path / "set", "jsonl", rows, test=other)
+    with pytest.raises(InputError, match=rf"test.jsonl:1: {re.escape(message)}"):
+        find_dataset(directory).load_split("test")
+
+
+def test_labels_may_be_indices_of_meta_json_and_must_occur(tmp_path):
+    rows = [{"text": "x", "labels": [2, 0]}, {"text": "y", "labels": "c"}]
+    directory = write_splits(tmp_path / "set", "jsonl", rows)
+    write_file(tmp_path / "set/meta.json", {"labels": ["a", "b", "c"]})
+    found = [example.label for example in find_dataset(directory).load_split("test")]
+    assert found == [(0, 2), (2,)]
+    with pytest.raises(InputError, match=r"train.jsonl:1: found no label up to here"):
+        find_dataset(write_splits(tmp_path / "none", "jsonl", [{"text": "x", "labels": []}]))
 
 
 @pytest.mark.parametrize("label", ["good", "", "nan", True, [1.0], 10**400])

@@ -45,8 +45,17 @@ EXAMPLES = {
     TaskFamily.REGRESSION: [
         LabelledText(f"{at}", text, (4.5, -1.25, -100.0, 0.0)[at]) for at, text in enumerate(TEXTS)
     ],
+    TaskFamily.MULTI_LABEL: [
+        LabelledText(f"{at}", text, ((0, 2), (), (1,), (0, 1, 2))[at])
+        for at, text in enumerate(TEXTS)
+    ],
 }
 LABELS = {family: ["O", "B-X", "I-X"] for family in TaskFamily} | {TaskFamily.REGRESSION: ["score"]}
+PROBLEM_TYPES = {
+    TaskFamily.SC: "single_label_classification",
+    TaskFamily.REGRESSION: "regression",
+    TaskFamily.MULTI_LABEL: "multi_label_classification",
+}
 SPLITS = EXAMPLES | {
     TaskFamily.IR: RetrievalExamples(
         QUERIES, DOCUMENTS, {f"q{at}": {f"d{at}": 1} for at in range(4)}
@@ -88,11 +97,11 @@ def compute_plain_loss(family, data, model, head):
     texts = data.gather_rows(ROWS)
     if family in SEQUENCE_FAMILIES:
         logits = head(read_means(model, texts))
-        labels = torch.tensor([EXAMPLES[family][row].label for row in ROWS])
-        if family is TaskFamily.SC:
-            return cross_entropy(logits, labels)
-        config = SimpleNamespace(num_labels=1, problem_type="regression")
-        return ForSequenceClassificationLoss(labels, logits, config)
+        labels = [EXAMPLES[family][row].label for row in ROWS]
+        if family is TaskFamily.MULTI_LABEL:
+            labels = [[float(label in given) for label in range(3)] for given in labels]
+        config = SimpleNamespace(num_labels=logits.shape[1], problem_type=PROBLEM_TYPES[family])
+        return ForSequenceClassificationLoss(torch.tensor(labels), logits, config)
     states, mask = read_padded(model, texts)
     targets = torch.full(mask.shape, -100)
     column = data.columns["tags" if family is TaskFamily.TC else "inside"]
