@@ -199,6 +199,16 @@ _TEXTS = {
     **_labelled("set-empty", test=""),
     **_labelled("set-latin", test='{"text": "café", "label": 1}\n'.encode("latin-1")),
     **_labelled("set-float", train='{"text": "one", "label": 1}\n{"text": "two", "label": 0.5}\n'),
+    **_labelled(
+        "set-numbers",
+        train='{"text": "one", "label": 0.5}\n',
+        valid='{"text": "one", "label": "good"}\n',
+    ),
+    **_labelled(
+        "set-lists",
+        train='{"text": "one", "labels": ["a"]}\n',
+        valid='{"text": "one", "labels": 7}\n',
+    ),
     **_labelled("set-pairs", test='{"text": "one", "text_pair": "two", "label": 1}\n'),
     **_labelled(
         "set-scores",

@@ -83,6 +83,11 @@ ROWS = {
     "{tune} --dataset set --scale nan": "--scale",
     "{tune} --dataset set --threads 0": "--threads",
     "{tune} --dataset set --pair-template text": "--pair-template",
+    "{tune} --dataset set --threshold auto": "--threshold auto: found set of the task SC",
+    "{tune} --dataset set --validation-fraction 0.1": "--validation-fraction 0.1: found train",
+    "{tune} --dataset set --validation-fraction 0.5": "--validation-fraction",
+    "{tune} --dataset set-numbers/": "set-numbers/valid.jsonl:1: label 'good': expected a number",
+    "{tune} --dataset set-lists/": "set-lists/valid.jsonl:1: labels 7: expected a list",
     "{tune} --dataset set --config unknown.yaml": "unknown.yaml",
     "{tune} --dataset set --config threshold.yaml --max-steps -1": (
         "threshold.yaml: field `max_steps`: found -1"
