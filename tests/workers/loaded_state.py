@@ -13,8 +13,8 @@ import torch
 def held_chunks(tensor):
     """Return chunks of all that the rank holds, not only its part, in new memory."""
     values = torch.full_like(tensor.values, 7.0)
-    own = range(tensor.start, tensor.start + values.numel())
-    return values, list(dataclasses.replace(tensor, values=values, own=own).chunks())
+    held = range(tensor.start, tensor.start + values.numel())
+    return values, list(dataclasses.replace(tensor, values=values, local_range=held).chunks())
 
 
 def main(directories: list[str], step: int, flags: list[str]) -> None:

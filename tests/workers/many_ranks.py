@@ -136,14 +136,14 @@ def chunks_of(engine, rank: int) -> list:
     dtypes = {tensor.prefix: tensor.values.dtype for tensor in tensors}
     found = []
     for tensor in tensors:
-        at = ranges.get(id(weights[tensor.number]))
+        at = ranges.get(id(weights[tensor.weight_index]))
         if tensor.prefix or not at:
             continue
-        own = range(at.start, at.end)
+        held = range(at.start, at.end)
         for prefix, dtype in dtypes.items():
-            zeros = torch.zeros(len(own), dtype=dtype)
+            zeros = torch.zeros(len(held), dtype=dtype)
             found += dataclasses.replace(
-                tensor, prefix=prefix, values=zeros, start=at.start, own=own
+                tensor, prefix=prefix, values=zeros, start=at.start, local_range=held
             ).chunks()
     return found
 
