@@ -49,8 +49,9 @@ _USAGE[TaskFamily.REGRESSION] = _USAGE[TaskFamily.SC].replace("classify", "predi
 _USAGE[TaskFamily.MULTI_LABEL] = """from transformers import pipeline
 
 classify = pipeline("text-classification", "DIRECTORY", top_k=None)
-scores, pair_scores = classify([{"text": "a text"}, PAIR], truncation=True)  # PAIR: two texts
-labels = [label["label"] for label in scores if label["score"] >= THRESHOLD]"""
+scores = classify(["a text"], truncation=True)[0]
+labels = [label["label"] for label in scores if label["score"] >= THRESHOLD]
+classify([PAIR], truncation=True)  # two texts"""
 
 _SPACED_WORDS = '[words[0], *(f" {word}" for word in words[1:])]'
 

@@ -752,6 +752,11 @@ ODD_FIELDS = [
         {"pair_template": 5},
         "finetuning.json: field `pair_template`: found 5, expected text",
     ),
+    (
+        "finetuning.json",
+        {"threshold": 1.5},
+        "field `threshold`: found 1.5, expected a number from 0.0 to 1.0",
+    ),
     ("finetuning.json", {"pair_template": "{text"}, "field `pair_template`: '{text': expected '}'"),
 ]
 
