@@ -49,10 +49,10 @@ def atomic_files(
     the set as complete; existing files are replaced one by one.
 
     Args:
-        before_rename: Called before the first rename; if it raises, nothing changes.
+        before_rename: Called before the first rename; an error in it counts as one of the block.
 
     Raises:
-        InputError: A file cannot be written, or the block has not created it.
+        InputError: Writing in the block or renaming fails, or the block has not created a file.
     """
     temporary = [temporary_path(path) for path in paths]
     try:
@@ -93,8 +93,8 @@ def _rename_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
 def find_stale_temp_files(*paths: Path) -> list[Path]:
     """Return, sorted, the temporary files for `paths`, one or more of one directory.
 
-    They are those of `atomic_files` and `atomic_dir`, of live writers too. The list is empty if the
-    directory is unreadable.
+    They are those of `atomic_files`, `atomic_write` and `atomic_dir`, also of writers that still
+    run. The list is empty if the directory is missing or unreadable.
     """
     names = "|".join(re.escape(path.name) for path in paths)
     temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
@@ -107,7 +107,7 @@ def find_stale_temp_files(*paths: Path) -> list[Path]:
 def remove_path(path: Path) -> None:
     """Remove a file, a symbolic link, or a directory with its content.
 
-    Errors such as a missing path are ignored.
+    Errors such as a missing path or permission are ignored; part of a directory may then stay.
     """
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
@@ -119,8 +119,8 @@ def remove_path(path: Path) -> None:
 def longest_file_name(*paths: Path) -> str:
     """Return the file name with the most bytes that writing any of `paths` needs.
 
-    It is that of a temporary file, for checks against the file system's limit. There must be at
-    least one path.
+    It is one that `temporary_path` gives, for checks against the file system's limit. There must
+    be at least one path.
     """
     return max(
         (temporary_path(path).name for path in paths), key=lambda name: len(os.fsencode(name))
@@ -143,8 +143,8 @@ def atomic_dir(path: Path) -> Iterator[Path]:
     or an empty directory, which only the rename checks. The content is synced to disk before.
 
     Raises:
-        InputError: The directory cannot be written, or `path` is a file or not empty after the
-            block.
+        InputError: The directory cannot be written, in the block too, or `path` is a file or not
+            empty after the block. Other errors of the block pass.
     """
     target = resolve_path(path)
     temporary = temporary_path(target)
@@ -203,12 +203,12 @@ def convert_write_errors(
 
     Args:
         path: File or directory that is written, which the error names.
-        errnos: OSErrors to convert; none: all. On a full disk errors of other types are converted
-            too, as libraries that write files (tokenizers, torch) raise errors without a number.
-        kind: Class of the error; an InputError of another class becomes one, with its message.
+        errnos: OSErrors to convert; none: all. ENOSPC always is, and on a full disk also errors of
+            other types, as libraries that write files (tokenizers, torch) raise.
+        kind: Class of the error; an InputError not of this class becomes one, with its message.
         name_host: Whether the message names this machine.
-        final_paths: Final path by temporary file. An OSError about such a file is always converted,
-            and the message names the final path in place of `path`.
+        final_paths: Final path by `filename` of the OSError, a temporary file. Such an error is
+            always converted, and the message names the final path in place of `path`.
     """
     try:
         yield
@@ -273,12 +273,13 @@ class FileLock:
     def acquire(self) -> bool:
         """Try to lock the file without waiting; return whether this process has the lock.
 
-        A missing file is created.
+        A missing file is created. Do not call it again before `release`, unless it has
+        returned False.
 
         Raises:
-            OSError: The file cannot be created. If the error's `filename` is None, the file system
-                does not support locks or, with errno ESTALE, other processes keep replacing the
-                file.
+            OSError: The file cannot be created or opened. If the error's `filename` is None, the
+                file system does not support locks or, with errno ESTALE, other processes keep
+                replacing the file.
         """
         for _ in range(_LOCK_ATTEMPTS):
             try:
@@ -313,7 +314,10 @@ class FileLock:
             return False
 
     def release(self) -> None:
-        """Release the lock by closing the file, which is not removed."""
+        """Release the lock by closing the file, which is not removed.
+
+        Call it once after each `acquire` that has returned True.
+        """
         os.close(self._descriptor)
 
 
@@ -322,9 +326,9 @@ def try_lock(path: Path) -> Iterator[bool]:
     """Try to lock the file `path` without waiting; yield whether that worked.
 
     If so, the lock is held during the `with` block and the file removed after it; the block runs in
-    any case. Missing parent directories are created. A lock ends with its process. On a file system
-    without locks every process gets it, so code that runs under a lock must write atomically and
-    deterministically.
+    any case. Missing parent directories are created and stay. A lock ends with its process. On a
+    file system without locks every process gets it, so code that runs under a lock must write
+    atomically and deterministically.
 
     Raises:
         InputError: The file cannot be created.
@@ -348,8 +352,9 @@ def try_lock(path: Path) -> Iterator[bool]:
 def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
     """Wait up to `seconds` to lock the file `path`; yield whether that worked.
 
-    By default there is no limit. If it worked, the lock is held during the `with` block and the
-    file removed after it; the block runs in any case. Errors are those of `try_lock`.
+    By default there is no limit; with 0 it tries at least once. If it worked, the lock is held
+    during the `with` block and the file removed after it; the block runs in any case. Errors are
+    those of `try_lock`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -363,7 +368,8 @@ def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
 def is_locked(path: Path) -> bool:
     """Return whether any process, this one too, has locked the file `path`.
 
-    The file is not changed. False if it is missing or unreadable, or its file system has no locks.
+    The file is not changed. The check itself may lock it for a moment, in which `acquire` returns
+    False. False if it is missing or unreadable, or its file system has no locks.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -71,8 +71,9 @@ _installed = False
 def install() -> None:
     """Install the patches that let megatron-core run on a CPU.
 
-    They replace `torch` in the loaded modules of megatron.core, and Tensor.type and Tensor.cuda for
-    calls from these modules. `prepare_megatron` calls it; further calls do nothing.
+    They replace `torch` in the modules of megatron.core that are loaded by then, and Tensor.type
+    and Tensor.cuda for calls from megatron.core. `prepare_megatron` calls it; further calls do
+    nothing.
 
     Raises:
         RuntimeError: CUDA or HIP is available.

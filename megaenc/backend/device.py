@@ -57,7 +57,7 @@ def peak_bf16_flops(name: str) -> float:
 def has_float8(name: str) -> bool:
     """Return whether an accelerator has float8 matrix products.
 
-    True for an accelerator that PEAK_BF16_FLOPS lacks.
+    True for any name that PEAK_BF16_FLOPS lacks.
 
     Args:
         name: Name in any case, such as h100 or torch.cuda.get_device_name's.
@@ -81,9 +81,9 @@ def _find_model(name: str) -> str:
 class Backend:
     """Hardware of this process; `detect_backend` returns it.
 
-    `name` is cuda, rocm or cpu; `device` is that of this process, such as cuda:3; `process_group`
-    is torch.distributed's backend, nccl or gloo; `has_bf16` tells whether the device has bfloat16
-    instructions.
+    `name` is cuda, rocm or cpu; `device` is this process's torch.device, such as cuda:3;
+    `process_group` is torch.distributed's backend, nccl or gloo; `has_bf16` tells whether the
+    device has bfloat16 instructions.
     """
 
     name: str
@@ -127,8 +127,9 @@ class Backend:
 def detect_backend() -> Backend:
     """Return this process's Backend: accelerator LOCAL_RANK, or the CPU without any.
 
-    It needs no process group. Later calls return the same object. CUDA_DEVICE_MAX_CONNECTIONS is
-    set to 1 in the environment if it is not set.
+    LOCAL_RANK is 0 if it is not set. No process group is needed, and torch's current device stays.
+    Later calls return the same object. CUDA_DEVICE_MAX_CONNECTIONS is set to 1 in the environment
+    if it is not set.
 
     Raises:
         InputError: There are more processes than accelerators on this machine.
@@ -179,7 +180,8 @@ def cpu_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
 def uses_tf32(device: torch.device) -> bool:
     """Return whether float32 matrix products on `device` use TensorFloat-32.
 
-    torch's float32 matmul precision or NVIDIA_TF32_OVERRIDE enables it. False on a CPU.
+    Either torch's float32 matmul precision or NVIDIA_TF32_OVERRIDE enables it; whether the
+    accelerator has TensorFloat-32 is not checked. False on a CPU.
     """
     if device.type != "cuda":
         return False

@@ -32,14 +32,15 @@ def init_distributed(
 ) -> Backend:
     """Initialize process groups and device; return the hardware of this process.
 
-    All ranks call this together; without torchrun's variables this process is the only one. torch's
-    number of threads is set, and megatron-core is patched. InputError is raised if the processes do
-    not fit `layout` or the accelerators, or for an unknown version of megatron-core.
+    All ranks call this together, before any process group; without torchrun's variables this
+    process is the only one. torch's number of threads is set, and megatron-core is patched.
+    InputError is raised if the processes do not fit `layout` or the accelerators, or for an unknown
+    version of megatron-core.
 
     Args:
         seed: Seed of megatron-core's random state; weights, data and masks do not depend on it.
         chunks: Model chunks per pipeline stage (`ParallelConfig.chunks_per_stage`).
-        timeout: Timeout of each collective, and of joining, after which RuntimeError is raised.
+        timeout: Timeout of each collective and of joining; RuntimeError if not all ranks join.
     """
     layout.check(get_world_size())
     backend = detect_backend()
@@ -69,8 +70,8 @@ def check_launcher_variables() -> None:
     """Raise InputError if environment variables are not as torchrun sets them.
 
     These are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Without
-    RANK and WORLD_SIZE, this is a run of one process; a line is printed if SLURM has started
-    several.
+    RANK, this is a run of one process, and WORLD_SIZE must be 1 or missing; if SLURM has started
+    several processes, each prints a line on standard output.
     """
     for name in LAUNCHER_VARIABLES:
         value = os.environ.get(name, "")
@@ -107,7 +108,8 @@ def check_launcher_variables() -> None:
 def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Initialize torch.distributed by torchrun's environment variables.
 
-    All ranks call this together. Without these variables the group has only this process.
+    All ranks call this together, before any process group. Without RANK the group has only this
+    process. `check_launcher_variables` checks the variables.
 
     Args:
         backend: Hardware of this process, which decides between nccl and gloo.
@@ -128,7 +130,10 @@ def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=
 
 
 def destroy_distributed() -> None:
-    """Destroy the groups of megatron-core and, if initialized, of torch.distributed."""
+    """Destroy the groups of megatron-core and, if initialized, of torch.distributed.
+
+    Each rank calls it after its last collective.
+    """
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -139,8 +144,9 @@ def destroy_distributed() -> None:
 def divide_cores_among_ranks() -> None:
     """Set torch's thread count to the node's usable cores divided by its processes.
 
-    It is at least 1. With several processes this overrides OMP_NUM_THREADS, which torchrun sets to
-    1; if a single process has OMP_NUM_THREADS, nothing is changed.
+    LOCAL_WORLD_SIZE gives the processes; the count is at least 1. With several processes this
+    overrides OMP_NUM_THREADS, which torchrun sets to 1; if a single process has OMP_NUM_THREADS,
+    nothing is changed.
     """
     # With several processes, torchrun sets OMP_NUM_THREADS to 1 itself.
     if get_local_world_size() > 1 or "OMP_NUM_THREADS" not in os.environ:
@@ -177,6 +183,7 @@ def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
     Raises:
         RuntimeError: Not all processes join within `timeout`.
+        ValueError: A variable is missing.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

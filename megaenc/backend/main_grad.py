@@ -47,8 +47,8 @@ def _add_weight_gradient(input_TK: Tensor, gradient_TN: Tensor, main_grad_NK: Te
 def install() -> None:
     """Give megatron-core a function by which linear layers add weight gradients.
 
-    It stands in for apex's extension; if apex has it, nothing changes. Layers use it after
-    `enable_in`.
+    It stands in for apex's extension; if apex has it, nothing changes. `prepare_megatron` calls it;
+    further calls do nothing. Layers use the function after `enable_in`.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -63,7 +63,8 @@ def enable_in(chunks: Iterable[torch.nn.Module]) -> None:
     """Make linear layers add weight gradients to float32 buffers in their product.
 
     These are all linear layers of megatron-core in `chunks`, this rank's model chunks in
-    DistributedDataParallel, which has the buffers. `install` must have been called.
+    megatron-core's DistributedDataParallel, which must have float32 buffers. `install` must have
+    been called.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 

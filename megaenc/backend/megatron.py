@@ -73,10 +73,11 @@ def _skip_compiling() -> Iterator[None]:
 def import_megatron() -> None:
     """Import megatron.core without the packages that it does not need here.
 
-    Version and patches are left to `prepare_megatron`. W&B and TensorBoard take a second to import.
-    Triton, left out on a CPU, prints errors in processes that fail; it is imported if
-    TRITON_INTERPRET=1 enables its interpreter. Functions that megatron-core would compile stay as
-    they are: no model here calls one, and torch's compiler takes a second to import.
+    Version and patches are left to `prepare_megatron`. W&B and TensorBoard, left out, take a second
+    to import. Triton, left out on a CPU, prints errors in processes that fail; it is imported if
+    TRITON_INTERPRET=1 enables its interpreter. All three can be imported later. Functions that
+    megatron-core decorates with torch.compile are not compiled: no model here calls one, and
+    torch's compiler takes a second to import.
     """
     import torch
 

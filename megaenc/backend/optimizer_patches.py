@@ -20,7 +20,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     Arguments are params, lr, betas, eps and weight_decay as in torch.optim.AdamW, but without
     weight decay by default; `adam_w_mode=False` raises ValueError. State of a parameter: `exp_avg`,
-    `exp_avg_sq`; of a group: `step`, the number of optimizer steps. See Loshchilov & Hutter 2019.
+    `exp_avg_sq`, in its dtype; of a group: `step`, the number of optimizer steps. See Loshchilov &
+    Hutter 2019.
     """
 
     grad_scale: float = 1.0
@@ -41,8 +42,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
     def step(self, closure=None):
         """Update all parameters that have a gradient by one AdamW step.
 
-        Gradients are first divided by `grad_scale` in place, which keeps its value. The step is
-        counted in each group; `closure` is ignored, and None is returned.
+        Gradients are first divided in place by the attribute `grad_scale`, a float that is not
+        reset (1.0 at first). The step is counted in each group; `closure` is ignored, and None is
+        returned.
         """
         for group in self.param_groups:
             self.begin_step(group)
@@ -62,7 +64,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 self.create_state(p)
 
     def create_state(self, p: torch.Tensor) -> None:
-        """Create missing state of a parameter as zeros."""
+        """Create missing state of a parameter as zeros of its dtype; it needs no gradient."""
         if not self.state[p]:
             self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 
@@ -71,7 +73,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
     ) -> None:
         """Update those of `params` that have a gradient by an AdamW step.
 
-        Call `begin_step` of their group before. Gradients are divided by `grad_scale` in place.
+        Call `begin_step` of their group before, which creates the state. Gradients are divided in
+        place by `grad_scale`, as in `step`.
 
         Args:
             params: Some parameters of `group`.
@@ -124,8 +127,9 @@ def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
 def install() -> None:
     """Make megatron-core checkpoint torch optimizers, and use our gradient norm.
 
-    Call it before an optimizer is built. Nothing changes if megatron-core has apex or Transformer
-    Engine; a norm that is already replaced stays, as on a CPU, whose patches come first.
+    `prepare_megatron` calls it, which must be before an optimizer is built; further calls do
+    nothing. Nothing changes if megatron-core has apex or Transformer Engine; a norm that is
+    already replaced stays, as on a CPU, whose patches come first.
     """
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads, distrib_optimizer
@@ -161,8 +165,9 @@ def compare_groups_by_stage() -> Iterator[None]:
     """Make megatron-core compare parameter groups only between pipeline stages.
 
     For the construction of its optimizer: inside the context, any
-    torch.distributed.all_gather_object gathers over the pipeline-parallel group instead of all
-    ranks, since ranks of a stage have the same parameter groups.
+    torch.distributed.all_gather_object, called without a group, gathers over the
+    pipeline-parallel group instead of all ranks, since ranks of a stage have the same parameter
+    groups.
     """
     from megatron.core import parallel_state
 

@@ -111,7 +111,8 @@ class ParallelConfig:
     def check_device(self) -> None:
         """Raise InputError for a flag that needs an accelerator if this machine has none.
 
-        These are --overlap-grad-reduce and --overlap-param-gather.
+        These are --overlap-grad-reduce and --overlap-param-gather. Only if one is on,
+        `detect_backend` is called.
         """
         from megaenc.backend.device import detect_backend  # imports torch
 
@@ -186,7 +187,9 @@ class ParallelConfig:
     def describe(self, num_layers: int, world_size: int) -> str:
         """Return the layout as text, such as `TP 2, PP 2 (layers 6 | 6), DP 4, SP`.
 
-        These are sizes of tensor, pipeline and data parallelism; SP is sequence parallelism, if on.
+        These are sizes of tensor, pipeline and data parallelism, also of 1; SP is sequence
+        parallelism, if on. With several stages the text has the layers of each, as `3 + 3 | 3 + 3`
+        if they are interleaved.
 
         Args:
             num_layers: Layers of the whole model.
@@ -206,7 +209,8 @@ class ParallelConfig:
     def check_recompute(self, num_layers: int) -> None:
         """Raise InputError unless the recompute flags fit each other and the layers.
 
-        The error names the flag.
+        The error names the flag. With full recomputation, layers that the flags cannot split among
+        stages are an error too.
 
         Args:
             num_layers: Layers of the whole model.
@@ -255,7 +259,8 @@ class ParallelConfig:
     def selects_rows(self) -> bool:
         """Return whether the last layer computes only the predicted positions.
 
-        It does so without sequence parallelism, if it is on the pipeline stage of the output layer.
+        It does so without sequence parallelism, if it is on the pipeline stage of the output layer,
+        which only --pipeline-model-parallel-layout can change. The answer is that of all ranks.
         """
         last_stage = self.pipeline_model_parallel_layout.rsplit("|", 1)[-1] or "t"
         return not self.sequence_parallel and "t" in last_stage
