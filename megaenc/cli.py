@@ -128,7 +128,9 @@ MOVED = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the subcommand named by the first words of `argv`, or print help or version.
 
-    Wrong input, such as an unknown command, exits with 2.
+    Help and version go to standard output, and the call returns; a subcommand's `--help` exits with
+    0. Wrong input, such as an unknown command, exits with 2 (`handle_command_errors` has other
+    codes).
 
     Args:
         argv: The words after `megaenc`; None: those of this process.
@@ -192,7 +194,7 @@ def format_usage(group: str = "") -> str:
     """Return the help text of `megaenc`, or of `megaenc GROUP` with only its commands.
 
     Args:
-        group: First word of two-word commands, such as `finetune`; empty for all commands.
+        group: First word of existing two-word commands, such as `finetune`; empty for all commands.
     """
     descriptions = {
         name: text

@@ -62,8 +62,9 @@ _UNPRINTABLE = re.compile(
 def escape_unprintable(text: str, keep: str = "") -> str:
     r"""Return `text` with control and bidirectional characters as Python escapes.
 
-    They become escapes such as `\x1b`, newlines too; characters in `keep` stay. Text from files is
-    printed this way, so that it cannot move the cursor or fake output.
+    They become escapes such as `\x1b`, newlines and lone surrogates too; characters in `keep` and
+    backslashes stay. Text from files is printed this way, so that it cannot move the cursor or fake
+    output.
     """
     return _UNPRINTABLE.sub(
         lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text
@@ -71,7 +72,10 @@ def escape_unprintable(text: str, keep: str = "") -> str:
 
 
 def truncate_text(text: str, max_length: int = 200) -> str:
-    """Return `text`, cut to `max_length` characters, of which the last are then `...`."""
+    """Return `text`, cut to `max_length` characters, of which the last are then `...`.
+
+    `max_length` must be 3 or more.
+    """
     return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
@@ -98,8 +102,9 @@ def build_rich_console(**options: Any) -> Any:
 def print_rank_0(text: str) -> None:
     """Print `text` as a line on rank 0; other ranks do nothing.
 
-    Control characters other than newline and tab are escaped. Listeners of `capture_messages` get
-    the same text, on rank 0 too.
+    RANK in the environment decides, so that no process group is needed. Control characters other
+    than newline and tab are escaped. Listeners of `capture_messages` get the escaped text, on rank
+    0 too.
     """
     if not get_rank():
         text = escape_unprintable(text, keep="\n\t")
@@ -115,7 +120,9 @@ _LISTENERS: list[Callable[[str], None]] = []
 def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
     """Call `listener` in the `with` block with each text that `print_rank_0` prints.
 
-    The text is printed too. Progress lines are not passed on. Other ranks than 0 print nothing.
+    The text is printed too. Progress lines, and texts above a live one, are not passed on. Other
+    ranks than 0 print nothing. Blocks can be nested; errors of `listener` pass to the code that
+    prints.
     """
     _LISTENERS.append(listener)
     try:
@@ -125,9 +132,9 @@ def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def discard_output() -> None:
-    """Redirect standard output to /dev/null, when it can no longer be written to.
+    """Redirect this process's standard output to /dev/null.
 
-    Otherwise Python would fail to flush it at exit.
+    Call it after writing has failed; otherwise Python would fail to flush the output at exit.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -145,8 +152,8 @@ def _ignore_closed_output() -> Iterator[None]:
 class ProgressRow(NamedTuple):
     """Row of `ProgressLine.update`: `text`, `done`, `total`, `tail` and `stage`.
 
-    It displays text, stage, a bar for `done` of `total`, in any unit, and the tail behind the bar.
-    A `total` of None is unknown.
+    It is a named tuple in this order, with no stage by default, and displays text, stage, a bar for
+    `done` of `total`, in any unit, and the tail behind the bar. A `total` of None is unknown.
     """
 
     text: str
@@ -168,7 +175,7 @@ class ProgressLine:
         closing: False: nothing stays at the end, neither the last line nor a terminal's bar.
         row_widths: Widths of stage (0: none) and bar in characters. A terminal then shows the rows
             given to `update` over its full width instead of the line.
-        outlives_reader: Go on if the reader leaves, as `| head` or a closed terminal does.
+        outlives_reader: Go on if the reader leaves (`| head`, a closed terminal); else OSError.
     """
 
     def __init__(
@@ -230,7 +237,8 @@ class ProgressLine:
     def is_due(self, live_interval: float) -> bool:
         """Return whether it is time to compute and display progress again.
 
-        It is `live_interval` seconds after the last display on a terminal, else `self.interval`.
+        It is `live_interval` seconds after the last display on a terminal, else `self.interval`;
+        without a display yet, as always on other ranks than 0, after the construction.
         """
         return time.monotonic() - self._print_time >= (
             self.interval if self._live is None else live_interval
@@ -247,13 +255,14 @@ class ProgressLine:
         """Set progress, `description` and `fields`, and display them.
 
         They are displayed at once on a terminal, else every `interval` seconds. `description` and
-        `fields` (numbers or text) stay until they are replaced. On other ranks than 0 nothing is
-        displayed.
+        `fields` (numbers or text, displayed as `name value`) stay until they are replaced. On other
+        ranks than 0 nothing is displayed.
 
         Args:
             done: Progress since the beginning, in the unit of `total`.
             description: Text before the bar; None: unchanged.
-            rows: Rows by a stable key each, which a terminal displays instead of the line.
+            rows: Rows by a stable key each, which a terminal displays instead of the line and of
+                earlier rows; None: the line.
         """
         now = time.monotonic()
         self._done = done
@@ -273,7 +282,10 @@ class ProgressLine:
                 self._print(now)
 
     def print_line(self, text: str) -> None:
-        """Print `text` as a line of its own on rank 0, above a live progress line."""
+        """Print `text` as a line of its own on rank 0, above a live progress line.
+
+        It is escaped as by `print_rank_0`, which prints it if no line is live.
+        """
         with self._guard_output():
             if self._live is not None:
                 self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -343,14 +355,15 @@ class ProgressLine:
 def format_paths(paths: Sequence[str]) -> str:
     """Return the first three paths, joined by commas, and the number of others.
 
-    An example is `a, b, c and 1,204 more`. Bytes that are not UTF-8 are replaced.
+    An example is `a, b, c and 1,204 more`; the text is empty without paths. Bytes that are not
+    UTF-8 are replaced, control characters stay.
     """
     names = ", ".join(os.fsencode(path).decode("utf-8", "replace") for path in paths[:3])
     return f"{names} and {len(paths) - 3:,} more" if len(paths) > 3 else names
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a count with its noun, such as `1 model` or `50 models`.
+    """Return a count with its noun, such as `1 model` or `1,204 models`.
 
     Args:
         noun: Singular, whose plural ends in -s.
@@ -361,7 +374,8 @@ def format_count(number: int, noun: str) -> str:
 def format_number(value: Any) -> str:
     """Return a number as short text, such as 1,204, 3.10M, 2.50G or 3.214.
 
-    Bools and values of other types are returned as `str(value)`.
+    M stands for millions, G for billions. Smaller floats have 4 significant digits, but no fraction
+    from 1,000 on. Bools and values of other types are returned as `str(value)`.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
@@ -373,7 +387,7 @@ def format_number(value: Any) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return seconds as text: 0:42 or 1:02:03, from two days on 2.5 days."""
+    """Return seconds, rounded, as text: 0:42 or 1:02:03, from two days on 2.5 days."""
     if seconds >= 2 * 86400:
         return f"{seconds / 86400:.1f} days"
     minutes, seconds = divmod(round(seconds), 60)

@@ -69,7 +69,8 @@ def gather_lowest(value: Value | None, limit: int = 1) -> tuple[dict[int, Value]
 def broadcast_object(value: Value, rank: int = 0) -> Value:
     """Return on every rank the `value` of rank `rank`, which must be picklable.
 
-    All ranks call this together; the values of other ranks are ignored.
+    All ranks call this together; the values of other ranks are ignored. Rank `rank` gets `value`
+    itself, the others a copy.
     """
     values = [value if dist.get_rank() == rank else None]
     dist.broadcast_object_list(values, src=rank)

@@ -32,14 +32,15 @@ SOURCE_FIELDS = ("classifier_pooling", *_SPECIAL_IDS)
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Family of Hugging Face models, which all have one `model_type`; see FAMILIES.
+    """Family of Hugging Face models with one `model_type`, its key in FAMILIES.
 
     layers: module of megaenc.convert.families, with options of the layers and their fields in
     config.json. architecture: name of transformers' class with output layer; for NeoBERT, of the
-    Hub's; empty with `export_as`. qkv_bias: whether queries, keys and values have biases. qk_norms:
-    whether each head normalizes queries and keys. is_encoder: whether attention is bidirectional by
-    default. export_as: `model_type` of the family to export as, if transformers does not know this
-    one; else empty. poolings: values of an encoder's `classifier_pooling`.
+    Hub's; empty with `export_as`. qkv_bias: whether queries, keys and values have biases: never,
+    always or optional (by `attention_bias`). qk_norms: whether each head normalizes queries and
+    keys. is_encoder: whether attention is bidirectional by default. export_as: `model_type` of the
+    family to export as, if transformers does not know this one; else empty. poolings: values of an
+    encoder's `classifier_pooling`.
     """
 
     model_type: str
@@ -67,7 +68,7 @@ class ModelFamily:
         """Return the attentions that transformers' class of the family can have.
 
         Encoders have only the bidirectional one, ModernBERT's decoder only the causal one, other
-        decoders both.
+        decoders (bidirectional, causal).
         """
         if self.model_type == modernbert.DECODER_TYPE:
             return (Attention.CAUSAL,)
@@ -296,8 +297,8 @@ def infer_objective(config: Any, family: ModelFamily) -> str:
 def able_families(model: ModelConfig, attention: Attention) -> list[str]:
     """Return the families, by `model_type`, as which `model` can be exported.
 
-    They are in the order of FAMILIES; the list is empty if none has all features of `model` under
-    `attention`.
+    They are in the order of FAMILIES, without those that are exported as another (`export_as`). The
+    list is empty if none has all features of `model` under `attention`.
     """
     return [
         name
@@ -319,9 +320,9 @@ def build_export_config(
 ) -> Any:
     """Return transformers' config of an export, the inverse of `to_model_config`.
 
-    It has no `prediction_shift`. A bias of the output layer is accepted even if the family has none
-    (see `without_output_bias`). InputErrors are any other feature that the family lacks, for which
-    the message names other families, and for encoders a tokenizer without a mask token.
+    `family` has no `export_as`, and the config no `prediction_shift`. A bias of the output layer is
+    accepted even if the family has none (`without_output_bias`). InputErrors are any other feature
+    that the family lacks (they name other families), and for encoders no mask token in `tokenizer`.
 
     Args:
         vocab_size: Rows of the embedding, without padding for tensor parallelism.

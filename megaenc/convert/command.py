@@ -141,7 +141,8 @@ class MergeConfig:
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> None:
     """Run `megaenc convert` with a direction (to-hf, from-hf, merge) and its flags.
 
-    Without arguments it prints the usage. Wrong input exits with 2.
+    A single process runs it. Without arguments it prints the usage and returns. Wrong input exits
+    with 2.
 
     Args:
         argv: Direction and flags; None: those of this process.

@@ -125,7 +125,8 @@ def read_fields(config: Any, file: str) -> dict[str, Any]:
 def check_activation(name: Any, file: str) -> None:
     """Raise InputError if the gated MLP has no activation `name`.
 
-    `name` is any value of config.json. The error begins with `file`, the path of the config.json.
+    `name` is any value of `hidden_activation` in config.json. The error begins with `file`, the
+    path of the config.json.
     """
     if name not in ACTIVATIONS:
         raise InputError(
@@ -147,7 +148,7 @@ def read_layer_types(
 
     Raises:
         InputError: A kind is unknown, or the global layers, if any, are not m, m + n, m + 2 n, ...
-            to the end of the model, with any first m and n above 1.
+            to the end of the model, with any m, and an n of 2 or more.
     """
     if unknown_kinds := [kind for kind in kinds if kind not in (FULL, LOCAL)]:
         raise InputError(
@@ -177,7 +178,7 @@ def read_layer_types(
 
 
 def read_rotary_base(rope: dict[str, Any], kind: str, file: str) -> float:
-    """Return the base period of the rotary positions in layers of one kind.
+    """Return the base (`rope_theta`) of the rotary positions in layers of one kind.
 
     Args:
         rope: Entry of `rope_parameters` for the kind.
@@ -197,7 +198,7 @@ def read_tokens(value: Any, field: str, file: str) -> int:
     """Return `value`, the number of tokens of a window in config.json.
 
     Args:
-        field: Name of the field, in backticks, for errors.
+        field: Name of the field, with its backticks, for errors.
         file: Path of the config.json, for errors.
 
     Raises:
