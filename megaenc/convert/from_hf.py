@@ -52,7 +52,7 @@ _ROWS = 8192  # of the vocabulary's matrices, the largest ones, that are read at
 class HFSource:
     """Hugging Face model directory whose config and weights were checked.
 
-    Built by `open_hf_source`. directory: its files, from which weights are read by name; family:
+    Built by `open_hf_source`. directory: its files, whose `tensor` reads a weight by name; family:
     its family; config: transformers' config object; model: its shape, with `vocab_size`, the rows
     of its embedding.
     """
@@ -71,8 +71,8 @@ class HFSource:
     def generation(self) -> dict[str, Any]:
         """Return the generation config as a dictionary.
 
-        Without a generation_config.json it has config.json's list of several end-of-text ids, or is
-        empty.
+        Without a generation_config.json it has only `eos_token_id`, config.json's list of several
+        ids, or is empty.
         """
         ends = getattr(self.config, "eos_token_id", None)  # absent in NeoBERT's
         return self.directory.generation or (
@@ -106,10 +106,11 @@ class HFSource:
 def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
     """Open the Hugging Face directory `path` and check that its files agree.
 
-    Only weights that must be zero or equal to others are read, and no tokenizer.
+    Weights are in safetensors files. Only those that must be zero or equal to others are read, and
+    no tokenizer.
 
     Args:
-        tie: Use the embedding as the output layer that is missing.
+        tie: Use the embedding as the missing output layer, even if config.json does not tie them.
 
     Raises:
         InputError: A file, field or tensor, which the message names, is wrong; or `tie` is given
@@ -163,7 +164,7 @@ def open_hf_source(path: Path, *, tie: bool = False) -> HFSource:
 def read_hf_shapes(config: Any, family: ModelFamily) -> dict[str, tuple[int, ...]]:
     """Return the weight shapes, by name, of the Hugging Face model for `config`.
 
-    A tied output layer is omitted. No weights are read or allocated.
+    It is the model with output layer, which is omitted if tied. No weights are read or allocated.
 
     Args:
         config: Transformers' config object, which is not changed.
@@ -186,12 +187,12 @@ def from_hf(
 
     It returns (opened source, mask token of the tokenizer). The run directory has a checkpoint of
     step 0 with only the weights, and a config.yaml with the flags of runs that start from it
-    (`--init-from`). A single process calls it, without a process group. An InputError (parts do not
-    fit, a weight is NaN or infinite, no mask token) leaves no directory.
+    (`--init-from`). A single process calls it, without a process group; nothing is printed. An
+    InputError (parts do not fit, a weight is NaN or infinite, no mask token) leaves no directory.
 
     Args:
-        output: Directory to create; it must not exist.
-        add_mask_token: Add a mask token; an error if the tokenizer has one.
+        output: Directory to create, with missing parents; it must not exist.
+        add_mask_token: Add a mask token, also for causal models; an error if the tokenizer has one.
         tie: Use the embedding as the output layer; an error if the directory has one.
         dtype: Dtype of the checkpoint; source: bf16 if all source weights are, else fp32.
     """
@@ -269,7 +270,7 @@ def write_run_files(
         output: Path that the directory will have, which config.yaml names.
         model: Model whose `vocab_size` is set, to the rows of the embedding.
         source: Origin of the weights, for the field `source` of run.json.
-        before: Earlier runs and models that the weights come from.
+        before: Earlier runs and models that the weights come from, the oldest first.
         special_tokens: Tokens around each document in their training here; None: unknown.
     """
     write_tokenizer(tokenizer, directory / TOKENIZER_DIR)

@@ -58,13 +58,13 @@ class HubRepository:
     def upload(self, exports: Mapping[str, Path]) -> None:
         """Upload exports that the Hub lacks, in order, and print what was uploaded.
 
-        A revision appears complete or not at all, so that a repeated call uploads only what an
-        interrupted one left out. A revision whose certificate is that of its export stays as it is.
-        A new revision starts without the files of others; in an existing one, JSON and safetensors
-        files that are not of the export are removed.
+        A revision (a branch) appears complete or not at all, so that a repeated call uploads only
+        what an interrupted one left out. If its conversion.json is the export's, it stays as it is
+        and counts as there already. A new one starts without the files of others; in an
+        existing one, JSON and safetensors files that are not of the export are removed.
 
         Args:
-            exports: Directory of the export by revision; the revisions are among those checked.
+            exports: Directory of the export by revision, among those given to the constructor.
 
         Raises:
             InputError: An upload failed.

@@ -59,14 +59,14 @@ class ExportProvenance:
 
     @property
     def is_trained(self) -> bool:
-        """Return whether the weights are trained: after step 0 of a run, or merged."""
+        """Return whether the weights were trained here: after step 0 of a run, or merged."""
         return self.step > 0 or self.merge is not None
 
     def select_objective(self, attention: Attention) -> Objective:
         """Return the most frequent of the `last_objectives` with this `attention`.
 
-        If none has it, it is the most frequent of all. Objectives whose labels are classes are
-        chosen only if none predicts tokens.
+        If none has it, it is the most frequent of all. Objectives whose labels are classes are left
+        out before, unless none predicts tokens.
         """
         last = [
             objective for objective in self.last_objectives if not objective.classes
@@ -77,9 +77,10 @@ class ExportProvenance:
 def last_objectives(schedule: Schedule, step: int, total_iters: int) -> tuple[Objective, ...]:
     """Return the objectives of the last steps up to `step`, the most frequent first.
 
-    These are the last 5 % of `total_iters` steps, and at least one. Equally frequent objectives are
-    in the order of the schedule. The options of an objective are those of its last such step. At
-    step 0 it is the objective of step 1.
+    These are the last 5 % of `total_iters` steps, rounded down, and at least one. Equally frequent
+    objectives are in the order of the schedule. Those with different options in its text are
+    counted apart; the options of each are those of its last such step. At step 0 it is the
+    objective of step 1.
     """
     last = max(step, 1)
     first = max(1, last + 1 - max(1, total_iters // 20))
@@ -183,7 +184,8 @@ def _format_texts(provenance: ExportProvenance, attention: Attention) -> str:
 def check_license(text: str) -> None:
     """Raise InputError if `text` is not a license identifier such as apache-2.0.
 
-    Only its form is checked, not whether the Hub knows it.
+    An identifier has letters, digits, points, + and -, with a letter or digit first. Whether the
+    Hub knows it is not checked.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", text):
         raise InputError(
@@ -194,8 +196,9 @@ def check_license(text: str) -> None:
 def read_last_metrics(directory: Path, step: int) -> dict[str, dict[str, Any]]:
     """Return the last metrics of a run up to `step`, by the data that they are of.
 
-    The keys are `training` and `held out, OBJECTIVE`, the objective as Markdown code; the values
-    are metrics by name, with `step`. Files that are missing or incomplete are left out.
+    They are of the last rows of metrics.jsonl and validation.jsonl, however old. The keys are
+    `training` and `held out, OBJECTIVE`, the objective as Markdown code; the values are metrics by
+    name, with `step`. Files that are missing or incomplete are left out.
 
     Args:
         directory: Run directory.

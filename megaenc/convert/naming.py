@@ -17,11 +17,11 @@ from megaenc.training.run_init import Ancestor
 def export_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
     """Return the directory name of the export of `step`.
 
-    It is `610m-clm-42k` at the end of a run, and `610m-clm-42k-1000` before it. Steps of the
-    schedule include those of the runs that the first weights come from: in
-    `610m-clm-dec42k-mlm40-64k`, `dec` means that the earlier run reached its end, so that its
-    learning rate had decayed. A converted Hugging Face model keeps its name; a merge ends in its
-    method.
+    It is `610m-clm-42k` at the end of a run, and `610m-clm-42k-1000` before it, at `step` 1000. An
+    objective is followed by its last step (multiples of 1,000 as `42k`), which includes the steps
+    of the runs that the first weights come from: in `610m-clm-dec42k-mlm40-64k`, `dec` means that
+    the earlier run reached its end, so that its learning rate had decayed. A converted Hugging Face
+    model keeps its name; a merge ends in its method.
 
     Args:
         schedule: Schedule of the run, by `RunCheckpoint.schedule`.

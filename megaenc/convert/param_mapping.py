@@ -52,7 +52,7 @@ class ParamMapping:
 
 
 class QKVMapping(ParamMapping):
-    """Mapping of linear_qkv to query, key and value.
+    """Mapping of linear_qkv, its weight or bias, to query, key and value.
 
     linear_qkv interleaves their rows by group. With three names in `hf` each has a matrix; with
     one, this matrix has the rows of query, key and value one after another.
@@ -85,8 +85,9 @@ class QKVMapping(ParamMapping):
 class NeoBERTQKVMapping(ParamMapping):
     """Mapping of linear_qkv to NeoBERT's matrix with the rows in another order.
 
-    There are no query groups. Rotary positions rotate neighbouring rows of a query or key there,
-    and rows of its two halves in megatron-core.
+    There are no query groups; both matrices have query, key and value of each head together. Rotary
+    positions rotate neighbouring rows of a query or key in NeoBERT, and rows of its two halves in
+    megatron-core.
     """
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
@@ -296,8 +297,8 @@ def iter_mappings(
     layers before the next kind.
 
     Args:
-        family: Hugging Face `model_type` whose names they are; None: one that has all weights of
-            the model.
+        family: Hugging Face `model_type` whose names they are; None or unknown: one that has all
+            weights of the model.
 
     Yields:
         (mapping, megatron-core name, Hugging Face names), all with the layer index.
@@ -316,6 +317,8 @@ def iter_mappings(
 
 def drop_padding_rows(core: str, tensor: Tensor, vocab_size: int) -> Tensor:
     """Return a weight without the rows that pad the vocabulary, if it has any.
+
+    It shares memory with `tensor`.
 
     Args:
         core: Megatron-core name of the weight.

@@ -39,8 +39,8 @@ class RunCheckpoint:
         vocab_size: Rows of the embedding, without padding for tensor parallelism.
         seq_length: Pack length in tokens, of the last phase.
         identity: Field `identity` of run.json.
-        settings: Content of config.yaml.
-        start: Starting point of the run.
+        settings: Flags of config.yaml, as a PretrainConfig.
+        start: Starting point of the run, a RunInit.
         facts: Content of run.json.
     """
 
@@ -61,7 +61,8 @@ class RunCheckpoint:
         run without phases is returned itself.
 
         Args:
-            step: Step of the checkpoint; None: the last, as which the run was opened.
+            step: Step of the checkpoint. The last step of a phase belongs to that phase, a step
+                after the run to the last one. None: return `self`, as it was opened.
         """
         phases = self.settings.phase_configs
         if len(phases) == 1 or step is None:
@@ -112,7 +113,10 @@ class RunCheckpoint:
 
     @property
     def merge(self) -> MergeRecord | None:
-        """Return the record of the merge that wrote the directory; None for others."""
+        """Return the record of the merge that wrote the directory; None for others.
+
+        `open_run_checkpoint` has checked it.
+        """
         merge = self.facts.get("source", {}).get("merge")
         return None if merge is None else MergeRecord.parse(merge)
 
@@ -145,7 +149,10 @@ class RunCheckpoint:
 
     @property
     def has_seeded_step_0(self) -> bool:
-        """Return whether the weights of step 0 follow from the seed without a checkpoint."""
+        """Return whether the weights of step 0 follow from the seed without a checkpoint.
+
+        They do not in a run that starts from other weights or from a Hugging Face model.
+        """
         return self.start.kind == "new" and not self.origin
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -191,7 +198,8 @@ class RunCheckpoint:
         Checkpoints after the newest complete one are left out.
 
         Raises:
-            InputError: There is no checkpoint, or a file of one is missing or cut short.
+            InputError: There is no complete checkpoint, even if step 0 follows from the seed, or a
+                file of one is missing or cut short.
         """
         checkpoints = CheckpointDir(self.directory / "checkpoints")
         self.newest_step(checkpoints)
@@ -227,12 +235,12 @@ class RunCheckpoint:
     def load_encoder(self, step: int | None, length: int = 1) -> "Iterator[tuple[int, Encoder]]":
         """Load a checkpoint in this one process and yield its step and encoder.
 
-        It is a context manager, with a process group within the block. The weights, of dtype
-        `dtype`, are in memory once and require no gradients. Step 0 without a checkpoint is drawn
-        from the seed if `has_seeded_step_0`.
+        It is a context manager, with a process group within the block. The encoder has this
+        object's `model` and `dtype`, is on the accelerator if there is one, and requires no
+        gradients. Step 0 without a checkpoint is drawn from the seed if `has_seeded_step_0`.
 
         Args:
-            step: Step of the checkpoint; None: the newest.
+            step: Step of the checkpoint (with --phases call `at_step` before); None: the newest.
             length: Maximum number of tokens of the documents that the encoder accepts.
 
         Raises:
@@ -264,8 +272,8 @@ def report_removal(
 ) -> Iterator[None]:
     """Convert errors in the block to an InputError if the checkpoint was removed.
 
-    It is a context manager around reading: a run may remove an old checkpoint meanwhile. Other
-    errors pass.
+    It is a context manager around reading: a run may remove an old checkpoint meanwhile. Then all
+    errors are converted except InputErrors that are no CheckpointReadError; else all pass.
 
     Args:
         step: Step of the checkpoint that is read.
@@ -292,7 +300,7 @@ def open_run_checkpoint(directory: Path, flag: str = "--load") -> RunCheckpoint:
         flag: Flag that errors name.
 
     Raises:
-        InputError: A file is missing or was changed.
+        InputError: A file is missing or invalid, or the two do not fit each other.
     """
     if not os.path.isfile(directory / CONFIG_FILE):
         raise InputError(

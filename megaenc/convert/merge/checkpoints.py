@@ -88,7 +88,7 @@ class MergeSource:
         """Return the entry of this checkpoint for run.json; nothing is written.
 
         Args:
-            state: Content of the checkpoint's state.json.
+            state: Content of the checkpoint's state.json, of which the entry has a digest.
             weight: See `MergedCheckpoint`.
         """
         identity = identity_digest(self.run.identity)
@@ -109,8 +109,8 @@ def merge(
 ) -> MergeRecord:
     """Merge two or more checkpoints into a new run directory; return its MergeRecord.
 
-    Float32 master weights are merged if a checkpoint has them. A single process calls it, without a
-    process group. Input that does not fit or is damaged is an InputError, which leaves no `output`.
+    A checkpoint's float32 master weights are merged if it has any. The furthest trained gives
+    tokenizer and objective. One process calls it, without a group. InputErrors leave no `output`.
 
     Args:
         load: Checkpoints as RUN (its newest), RUN@STEP or RUN@STEP,STEP; RUN is a run directory.

@@ -28,9 +28,9 @@ class MergedCheckpoint:
         run: Absolute path of the run directory.
         step: Step of the checkpoint.
         identity: Digest of the run's identity.
-        sha256: Digest of the checkpoint's state.json.
-        weight: Its weight in the average, which is divided by the sum of all; None with TIES and
-            for its base.
+        sha256: `json_digest` of the content of the checkpoint's state.json, whatever its format.
+        weight: Its weight in the average before it is divided by their sum; with slerp 1 - t or t;
+            None with TIES and for its base.
     """
 
     run: str
@@ -85,9 +85,12 @@ class MergeRecord:
 def merge_linear(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the average of `tensors` with `weights`, float32 of their shape.
 
+    It is computed in float64.
+
     Args:
         tensors: Tensors of equal shape.
-        weights: One for each, 0 or more; they are divided by their sum, which must exceed 0.
+        weights: One for each, 0 or more; they are divided by their sum, which must exceed 0 (not
+            checked).
     """
     total = math.fsum(weights)
 
@@ -104,8 +107,8 @@ def merge_slerp(tensors: Sequence[Tensor], t: float) -> Tensor:
     """Return the spherical interpolation between two tensors, float32 of their shape.
 
     Shoemake 1985: sin((1 - t) w) / sin(w) a + sin(t w) / sin(w) b with the angle w between a and b
-    as flat vectors, which are not normalized. It is linear if a and b are parallel or opposite, or
-    one of them is zero.
+    as flat vectors, which keep their lengths in the sum. It is linear if a and b are parallel or
+    opposite, or one of them is zero.
 
     Args:
         tensors: Two tensors a and b of equal shape.
@@ -131,7 +134,7 @@ def merge_ties(base: Tensor, tensors: Sequence[Tensor], thresholds: Sequence[flo
 
     This is algorithm 1 of arXiv 2306.01708 with lambda = 1: differences below the checkpoint's
     threshold become 0; the sign of their sum is elected for each element; those of this sign are
-    averaged.
+    averaged. Elements whose sum is 0 stay as in `base`.
 
     Args:
         base: Tensor of the checkpoint from which the others were trained.
@@ -171,11 +174,12 @@ def magnitudes(base: Tensor, tensor: Tensor) -> np.ndarray:
 def trim_threshold(values: np.ndarray, density: float) -> float:
     """Return the smallest magnitude that is kept if only the largest are.
 
-    These are a fraction `density` of `values`, rounded, and at least one; all values that equal the
-    smallest are kept, too.
+    These are a fraction `density` of `values`, rounded to a whole number, and at least one; all
+    values that equal the smallest are kept, too.
 
     Args:
-        values: Magnitudes, by `magnitudes`, as a flat array that is not empty; reordered in place.
+        values: Magnitudes, by `magnitudes`, of all tensors of a checkpoint, as a flat array that is
+            not empty; reordered in place.
         density: Fraction above 0, up to 1.
     """
     index = len(values) - max(1, round(density * len(values)))
