@@ -109,8 +109,8 @@ def merge(
 ) -> MergeRecord:
     """Merge two or more checkpoints into a new run directory; return its MergeRecord.
 
-    A checkpoint's float32 master weights are merged if it has any. The furthest trained gives
-    tokenizer and objective. One process calls it, without a group. InputErrors leave no `output`.
+    A checkpoint's float32 master weights are merged if it has any. The most trained gives tokenizer
+    and objective. One process calls it, without a process group. InputErrors leave no `output`.
 
     Args:
         load: Checkpoints as RUN (its newest), RUN@STEP or RUN@STEP,STEP; RUN is a run directory.
