@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,13 +40,14 @@ def parse_dtype(name: str, default_name: str, default: torch.dtype) -> torch.dty
 def parse_size(text: str, flag: str) -> int:
     """Return the bytes of a size such as 500MB or 5GB (powers of 1000).
 
-    Units are KB, MB and GB, in any case; fractions such as 1.5GB are accepted.
+    The unit is KB, MB or GB, in any case, directly after the number or after a space. Fractions
+    such as 1.5GB are rounded down to bytes.
 
     Args:
         flag: Flag that errors name.
 
     Raises:
-        InputError: The text is no such size.
+        InputError: The text is no such size, has no unit, or is less than a byte.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(KB|MB|GB)", text.strip(), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
@@ -61,15 +63,17 @@ def write_shards(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int,
 ) -> dict[str, str]:
-    """Write `tensors` to safetensors files; return the SHA-256 of each, by name.
+    """Write `tensors` to safetensors files; return each tensor's SHA-256, by its name.
 
-    Several files get an index. A tensor that does not fit `shapes` is a ValueError.
+    The files have transformers' names; existing ones are replaced, and several get an index. The
+    hash is of the bytes after the cast. A tensor that does not fit `shapes` is a ValueError, which
+    leaves incomplete files.
 
     Args:
         directory: Existing directory.
         shapes: Shape of each tensor by name, in the order of `tensors`.
         dtype: float32 or bfloat16, to which each tensor is cast.
-        tensors: (name, tensor) of each; a tensor is needed only until the next one.
+        tensors: (name, tensor) of each, possibly lazy: a tensor is needed only until the next one.
         max_bytes: Maximum bytes of the tensors in a file; a larger tensor has a file of its own.
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
@@ -106,10 +110,11 @@ def write_shards(
     return digests
 
 
-def tensor_bytes(tensor: Tensor):
+def tensor_bytes(tensor: Tensor) -> np.ndarray:
     """Return the bytes of a tensor, in row-major order, as a flat numpy uint8 array.
 
-    They are not copied if the tensor is contiguous and on the CPU.
+    They are not copied if the tensor is contiguous and on the CPU. Tensors that require gradients
+    are accepted.
     """
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 

@@ -24,10 +24,13 @@ def write_sentence_layout(
     pooling: Literal["mean", "cls", "lasttoken"] = "mean",
     lower_case: bool = False,
 ) -> None:
-    """Write the files with which sentence-transformers loads `directory`, in float32.
+    """Write the files with which sentence-transformers loads a Hugging Face model.
+
+    They are modules.json, sentence_bert_config.json, config_sentence_transformers.json and
+    1_Pooling/config.json. The model is loaded in float32; embeddings are not normalized.
 
     Args:
-        directory: Existing directory with a Hugging Face model, without a directory `1_Pooling`.
+        directory: Existing directory of the model, with no `1_Pooling`, else FileExistsError.
         hidden_size: Width of the embeddings.
         length: Maximum number of tokens of a text.
         prompts: Prefix of a text by the name of its role, such as "query"; None: no prefixes.
@@ -63,6 +66,7 @@ def write_sentence_layout(
 def write_json(file: Path, content: Any, indent: int = 2) -> None:
     """Write `content` to `file` as JSON, with a newline at the end.
 
-    `indent` is the number of spaces of a level. An existing file is replaced, not atomically.
+    `indent` is the number of spaces of a level. Keys keep their order, and characters outside ASCII
+    are escaped. An existing file is replaced, not atomically.
     """
     file.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")

@@ -63,17 +63,15 @@ def to_hf(
 ) -> int:
     """Export a checkpoint of a run to a new directory, verify it, and return its step.
 
-    Writes config.json, safetensors, the tokenizer, a model card (README.md) and the certificate,
-    conversion.json. The output at position i predicts token i + `prediction_shift` of config.json.
-    If a part is missing or the export differs from the run's model, the InputError leaves no
-    directory; if the upload fails, the directory stays.
+    Writes config.json, safetensors, tokenizer, README.md and the certificate, conversion.json. The
+    output at position i predicts token i + `prediction_shift` of config.json. After an InputError
+    (a part is missing, the export differs) no directory is left, unless only the upload failed.
 
     Args:
         load: Run directory.
-        output: Directory to create; it must not exist, unless `push` is given and it holds the same
-            export.
+        output: Directory to create. With `push` it may hold the same export, which is uploaded.
         step: Step of the checkpoint; None: the newest.
-        push: Repository of the Hub whose main revision becomes the export; empty: none.
+        push: Hub repository, ORG/NAME, whose main revision becomes the export; empty: no upload.
         options: Those of `Exporter`, such as `architecture="llama"`.
     """
     if not push:
@@ -90,8 +88,8 @@ def to_hf_all(load: Path, output: Path, *, push: str = "", **options: Any) -> li
     """Export all checkpoints of run `load` to directories in `output`.
 
     Step 0 is exported too if its weights follow from the seed. All directories are written or none.
-    Arguments and errors are those of `to_hf`, but the revisions in `push` are step0, step1000 and
-    so on, and main for the last one.
+    Arguments and errors are those of `to_hf`. In the repository `push`, the exports are the
+    revisions step0, step1000 and so on; the last one is main, too.
 
     Returns:
         The directory names (see `export_name`) in the order of steps.
@@ -156,13 +154,13 @@ def select_export_family(
 ) -> tuple[ModelFamily, Attention]:
     """Return the family and the attention of an export.
 
-    Decoder families that are given by name are causal, all others bidirectional. Whether a family
-    that is given supports the model is not checked.
+    Decoder families that are given as a `model_type` are causal, all others bidirectional. Whether
+    a family that is given supports the model is not checked.
 
     Args:
         architecture: `model_type` of a family, such as llama; "source" for the family that the
-            model was converted from (EuroBERT if it was not); None for EuroBERT or, if that does
-            not support the model, the source's or another that does, if any.
+            model was converted from (EuroBERT if it was not); None for EuroBERT unless only another
+            family, preferably the source's, supports the model.
 
     Raises:
         InputError: The family is unknown.
@@ -342,7 +340,11 @@ class Exporter:
         }
 
     def report_changed_fields(self) -> None:
-        """Print a line for each field of the original model's config.json that changed."""
+        """Print each field of the original model's config.json that the export changes.
+
+        Only the fields for classifier pooling and special token ids are compared, and only if the
+        run comes from a Hugging Face model.
+        """
         for line in describe_changed_fields(self.config, self.run.config_fields, self.tokenizer):
             print_rank_0(line)
 

@@ -41,14 +41,14 @@ _RESERVED_TOKEN = re.compile(
 def read_tokenizer(directory: Path, rows: int) -> Any:
     """Return transformers' tokenizer of a Hugging Face directory.
 
-    Code in the directory is not run.
+    The class is PreTrainedTokenizerFast, whatever the directory names; code there is not run.
 
     Args:
         directory: Directory with a tokenizer.json.
-        rows: Rows of the model's embedding, the most ids that the tokenizer may have.
+        rows: Rows of the model's embedding; every id must be below it.
 
     Raises:
-        InputError: The tokenizer is missing or has more ids than `rows`.
+        InputError: The tokenizer is missing or damaged, or has an id of `rows` or more.
     """
     if not (directory / FILE).is_file():
         raise InputError(
@@ -150,11 +150,11 @@ def ensure_mask_token(tokenizer: Any, add: bool) -> MaskToken:
     `tokenizer`, transformers', is then changed. `origin` is own, reserved or added.
 
     Args:
-        add: Add a new token; False: take a reserved one of the vocabulary.
+        add: Add `<|mask|>`; False: take a reserved token of the vocabulary, such as `<unused0>`.
 
     Raises:
         InputError: There is neither a mask token nor a reserved one; or `add`, and there is a mask
-            token.
+            token, or `<|mask|>` without the role.
     """
     if tokenizer.mask_token is not None:
         if add:
@@ -199,14 +199,14 @@ def _find_reserved_token(tokenizer: Any) -> str | None:
 
 
 def write_tokenizer(tokenizer: Any, directory: Path, **options: Any) -> None:
-    """Write tokenizer.json and tokenizer_config.json to `directory`.
+    """Write tokenizer.json, tokenizer_config.json and a chat template to `directory`.
 
-    The config names the class that uses tokenizer.json unchanged. Existing files are replaced, a
-    missing directory is created.
+    The config names the class that uses tokenizer.json unchanged, PreTrainedTokenizerFast. Existing
+    files are replaced, a missing directory is created.
 
     Args:
         tokenizer: Transformers' tokenizer.
-        options: Further fields of tokenizer_config.json.
+        options: Fields of tokenizer_config.json to add or replace.
     """
     tokenizer.save_pretrained(directory)
     config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
@@ -225,9 +225,9 @@ def write_tokenizer(tokenizer: Any, directory: Path, **options: Any) -> None:
 def drop_incompatible_mask_role(model_type: str, tokenizer: Any) -> None:
     """Remove the mask role from `tokenizer` if transformers would change the token.
 
-    With a Qwen2 config.json transformers loads any tokenizer as Qwen2Tokenizer, which recreates
-    tokens with roles without their flags (lstrip, rstrip, single_word, normalized). A mask token
-    with any of these loses its role; the token itself stays.
+    If the `model_type` is qwen2, transformers loads any tokenizer as Qwen2Tokenizer, which
+    recreates tokens with roles without their flags (lstrip, rstrip, single_word, normalized). A
+    mask token with any of these, or that is no added token, loses its role; the token itself stays.
 
     Args:
         model_type: Field `model_type` of the config.json.
@@ -244,13 +244,13 @@ def verify_tokenizer(
 ) -> dict[str, Any]:
     """Check that the tokenizer of an export encodes as the one of training.
 
-    It compares the ids of fixed texts, which include every special token, and the pipeline parts
-    that determine ids. It returns the results for conversion.json; the first difference is an
-    InputError.
+    It compares the ids of fixed texts, which include every special token, the text decoded from
+    them, the roles, and the pipeline parts that determine ids. It returns the results for
+    conversion.json (`class`, `mask_token`, `texts`, `same`); the first difference is an InputError.
 
     Args:
         directory: Directory of the export, which transformers loads.
-        trained: Tokenizer of training.
+        trained: Transformers' tokenizer of training.
         model_type: Field `model_type` of the export's config.json, for errors.
         special_tokens: Those with which the export must surround a text; None: not compared.
     """

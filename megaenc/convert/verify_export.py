@@ -37,9 +37,8 @@ _CHUNK_ROWS = 8192  # of an output layer that are cast to float32 at a time
 class ProbeBatch:
     """Fixed token ids with which two models are compared, by `build`.
 
-    documents: int64[length] each, of three lengths, the longest first. variants: int64[1 + n, n], a
-    short document with each token changed in turn: row 0 is the original, row k has another token
-    k - 1.
+    documents: three Tensors, int64[length], the longest first. variants: int64[1 + n, n], a short
+    document with each token changed in turn: row 0 is the original, row k has another token k - 1.
     """
 
     documents: tuple[Tensor, ...]
@@ -52,8 +51,8 @@ class ProbeBatch:
         Args:
             vocab_size: Number of token ids.
             context: Maximum length of a document in tokens.
-            window: Window of local layers, tokens to each side; None: none. The longest document is
-                at least three windows long if `context` allows.
+            window: Window of local layers, tokens to each side; None: none. The longest document
+                has 3 * `window` tokens or more if `context` allows.
         """
         longest = _PROBE_LENGTH if window is None else max(_PROBE_LENGTH, 3 * window)
         lengths = [max(1, min(longest, context) * part // 3) for part in (3, 2, 1)]
@@ -68,8 +67,8 @@ class ProbeBatch:
 class ProbeOutputs(NamedTuple):
     """A model's float32 logits, or hidden states, for a ProbeBatch.
 
-    documents: [length, V or H] each; variants: [1 + n, n, V or H]. They are on the CPU, and logits
-    are without padding of the vocabulary.
+    documents: Tensors [length, V or H]; variants: Tensor [1 + n, n, V or H]. They are on the CPU,
+    and logits are without padding of the vocabulary.
     """
 
     documents: list[Tensor]
@@ -79,9 +78,10 @@ class ProbeOutputs(NamedTuple):
 def compute_core_outputs(
     encoder: Any, probe: ProbeBatch, attention: Attention, encoder_only: bool = False
 ) -> ProbeOutputs:
-    """Return megatron-core's logits for `probe`, computed in one row and float32.
+    """Return megatron-core's logits for `probe`, all packed in one row, in float32.
 
-    The encoder keeps its dtype, but not its `post_process`, which becomes not `encoder_only`.
+    The encoder computes on its device, with weights cast to float32 while they are used. Its dtype
+    and mode (training or evaluation) stay; its `post_process` becomes not `encoder_only`.
 
     Args:
         encoder: Encoder of a single rank, with all layers.
@@ -113,10 +113,10 @@ def verify_export(
     digests: dict[str, str],
     windows: Sequence[int | None],
 ) -> dict[str, Any]:
-    """Check the weights, outputs and attention mask of an export.
+    """Check an export's weights, outputs and mask; return results for conversion.json.
 
-    transformers loads the directory, and computes on this process's device. It returns the results
-    for conversion.json, such as the largest differences; an export that differs is an InputError.
+    transformers computes in float32 on this process's device. A difference is an InputError; that
+    of outputs may be up to 1e-4, or 1e-5 of the largest output if that is more.
 
     Args:
         directory: Export with config.json and weights.
@@ -124,7 +124,7 @@ def verify_export(
         expected: Outputs of megatron-core for them, by `compute_core_outputs`.
         attention: Attention that the export must have.
         digests: SHA-256 of each weight, by its name in the export, as of `write_shards`.
-        windows: Window of each layer, None if it is global.
+        windows: Window of each layer in tokens to each side, None if it is global.
     """
     from megaenc.backend.device import detect_backend
 

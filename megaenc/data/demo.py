@@ -118,7 +118,8 @@ class DemoPaths:
     def part_prefix(self, part: str) -> Path:
         """Return the prefix of the preprocessed corpus of `part`, one of PARTS.
 
-        Only `ensure_demo` with that part in `parts` writes this corpus.
+        These are "python" and "packages"; others are not refused. Only `ensure_demo` with that part
+        in `parts` writes this corpus.
         """
         return self.corpus.parent / f"{part}_text_document"
 
@@ -138,10 +139,10 @@ def build_demo_corpus(directory: str | Path, flag: str = "demo directory") -> De
     Each source file of Python and of megaenc's dependencies gives at most one document, the prose
     of its docstrings, with the id `package/path`, in sorted order; one in fifty, by a hash of its
     id, goes into heldout.jsonl, not corpus.jsonl. The same packages give the same bytes. demo.json
-    records the hashes of both files. Concurrent processes wait for the first.
+    records the hashes of both files. Progress is printed. Concurrent processes wait for the first.
 
     Args:
-        flag: Source of `directory`, for errors.
+        flag: Source of `directory`, which is created, for errors.
 
     Raises:
         InputError: A file of these names is not a demo's, and stays, or one cannot be written.
@@ -182,8 +183,8 @@ def find_demo_corpus(directory: Path) -> DemoPaths | None:
     The tokenizer and the preprocessed corpus may be missing.
 
     Raises:
-        InputError: `demo.json` is not of `megaenc demo`, or a JSONL file is there that differs from
-            it or is not listed there, as without `demo.json`.
+        InputError: `demo.json` is not of `megaenc demo`, or a JSONL file is there, even without the
+            other one, that differs from it or is not listed there, as without `demo.json`.
     """
     # Listed before the record is read: a concurrent build writes the record first.
     present = [path for path in (directory / HELDOUT, directory / CORPUS) if os.path.lexists(path)]
@@ -217,8 +218,8 @@ def find_demo_corpus(directory: Path) -> DemoPaths | None:
 def read_demo_documents(directory: Path) -> Iterable[tuple[str, str]]:
     """Return (id, text) of the demo documents that are not held out, in order.
 
-    They are a list from `directory`, or an iterator that reads the installed packages if it has no
-    valid corpus. Nothing is written.
+    They are a list from `directory` or, if its corpus is missing or invalid (no error), an iterator
+    that reads the installed packages with a progress line. Nothing is written.
     """
     with contextlib.suppress(InputError):  # foreign files
         if built := find_demo_corpus(directory):
@@ -271,7 +272,7 @@ def ensure_demo(
     """Build what a demo lacks of text, tokenizer and corpora, and return its paths.
 
     Every rank may call it: the first of each machine builds, and the others wait for its corpora
-    without a time limit. Other concurrent processes wait for the first.
+    without a time limit, even if it fails. Other concurrent processes wait for the first.
 
     Args:
         vocab_size: Number of token ids, special tokens included.
@@ -389,6 +390,8 @@ def map_source_files(
 ) -> Iterator[Any]:
     """Yield `read(source)` for each of `sources`, in order, with a progress line.
 
+    Exceptions of `read` are raised here.
+
     Args:
         read: Function that pickles, called in one process per core.
         sources: (document id, path) of each file.
@@ -419,7 +422,9 @@ def _read_paragraphs(source: tuple[str, str]) -> list[tuple[str, str]]:
 def find_long_strings(source: str) -> list[tuple[int, str]]:
     """Return (line, text) of each string literal of 60 characters or more, sorted.
 
-    `source` is Python code, and lines count from 1. The list is empty if it is not valid code.
+    `source` is Python code, and lines count from 1. `text` is the value of the literal; the pieces
+    of an f-string around its fields are literals of their own. The list is empty if `source` is not
+    valid code.
     """
     try:
         constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
@@ -512,7 +517,8 @@ def similarity_key(paragraph: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc demo`: write the demo corpus into --output unless it exists.
 
-    `argv` are the flags; None: those of this process. Wrong input exits with 2.
+    No tokenizer is trained, see `ensure_demo`. `argv` are the flags; None: those of this process.
+    Wrong input exits with 2.
     """
     silence_libraries()
     settings = flags.parse(DemoConfig, argv, prog="megaenc demo", description=__doc__)
