@@ -41,7 +41,7 @@ class Corpus:
 
     `Corpus.open` builds it, and `len` is D. Documents and sequences have 0-based indices.
 
-    - prefix: path without extension;
+    - prefix: path without extension, a str;
     - metadata: contents of PREFIX.json, None for a corpus written by Megatron's own tool;
     - document_lengths: int64[D] in tokens, zeros allowed;
     - sequence_lengths: int32[S] in tokens;
@@ -196,9 +196,9 @@ class Corpus:
         return cls(prefix, index, token_type, metadata)
 
     def expect_random_reads(self) -> None:
-        """Tell the kernel that reads are few and scattered, so that it reads no more.
+        """Tell the kernel to read no pages ahead, as reads are few and scattered.
 
-        The pages around those read are left on disk.
+        It concerns the .bin, and the pointers and documents of the .idx, until they are unmapped.
         """
         for array in (self._token_map, self._index.documents, self._index.pointers):
             array._mmap.madvise(mmap.MADV_RANDOM)
@@ -279,8 +279,8 @@ class Corpus:
     ) -> np.ndarray:
         """Return tokens starts[i]..stops[i]-1 of each documents[i], joined, as int64.
 
-        All three are int64[n]; positions are 0-based within each document. There must be at least
-        one token. Bounds are not checked, as in `tokens`. The first call reads the whole index,
+        All three are int64[n]; positions are 0-based within each document. Some spans may be empty,
+        but not all. Bounds are not checked, as in `tokens`. The first call reads the whole index,
         with the errors of `document_lengths`.
 
         Raises:
@@ -296,7 +296,7 @@ class Corpus:
     ) -> np.ndarray:
         """Return counts[i] tokens from offset begins[i] of the .bin, joined, as int64.
 
-        There must be at least one token. The index is not read, and bounds are not checked.
+        Some counts may be 0, but not all. The index is not read, and bounds are not checked.
 
         Args:
             documents: int64[n], indices of the documents of the ranges, for errors.

@@ -78,7 +78,7 @@ def read_entries(path: str | Path, array: np.memmap, indices: np.ndarray) -> np.
     Args:
         path: File that `array` maps.
         array: Array as it was mapped, int64, not a slice.
-        indices: int64[n], indices of the entries, in any order.
+        indices: int64[n], indices of the entries, in any order; bounds are not checked.
 
     Returns:
         int64[n], the entries in the order of `indices`, read-only.
@@ -136,7 +136,7 @@ class IndexedWriter:
     def append_corpus(
         self, bin_path: Path, idx_path: Path, sha256: dict[str, str], keep: np.ndarray | None = None
     ) -> None:
-        """Append the documents of a finished .bin and .idx of the same dtype.
+        """Append the documents of a finished .bin and .idx of the same dtype, not checked.
 
         Args:
             bin_path: The .bin to read.

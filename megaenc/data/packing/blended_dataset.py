@@ -74,8 +74,8 @@ class BlendedDataset:
         """Return a copy that continues a run with sample `first_sample`.
 
         The order of corpora starts anew; `limits` count the omitted packs too. The copy shares the
-        datasets. `continue_from` must not be called on it, as the packs that it omits would count
-        twice towards `limits`.
+        datasets. `continue_from` must not be called on the copy, which is not checked: the packs
+        that the copy omits would count twice towards `limits`.
 
         Args:
             first_sample: 0-based index, in the run, of the copy's first sample.
@@ -100,7 +100,7 @@ class BlendedDataset:
     def corpus_of_sample(self, sample: int) -> int:
         """Return the index in `datasets` of the corpus that gives the 0-based `sample`.
 
-        Errors are those of `dataset[sample]`.
+        Errors are those of `__getitem__`.
         """
         return self._order.locate(self._place_of(sample))[0]
 

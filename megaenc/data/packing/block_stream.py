@@ -50,7 +50,7 @@ def choose_block_size(documents: int) -> int:
 
 
 class BlockSource(Protocol):
-    """Interface of a corpus for BlockStream: `len`, offsets of documents, and tokens."""
+    """Interface of a corpus for BlockStream: `len` in documents, offsets, and tokens."""
 
     def __len__(self) -> int:
         """Return D, the number of documents."""

@@ -49,8 +49,9 @@ class CorpusUsage:
     """Use of one corpus by a part of a run.
 
     It has the corpus's `prefix`, the fraction of the blend's packs that the weights give to it
-    (`share`), the number of `packs` and passes (`epochs`) in this part of the run, the fraction of
-    its tokens that the packing leaves out (`dropped`), and the training `tokens` of one pass.
+    (`share`), the number of `packs` and passes (`epochs`, such as 1.25) in this part of the run,
+    the fraction of its tokens that the packing leaves out (`dropped`), and the training `tokens` of
+    one pass.
     """
 
     prefix: str
@@ -71,8 +72,8 @@ class RunData:
     """Corpora of a run, with their training and held-out packs; see `RunData.open`.
 
     `corpora`, `train_datasets` and `fractions` (of the packs of the run; they add up to 1)
-    correspond. `train` blends all `train_datasets`, and `held_out` the packs of the validation
-    documents; it is None if no document is held out. Each rank opens all of it.
+    correspond. `train` blends all `train_datasets`, even a single one, and `held_out` the packs of
+    the validation documents; it is None if no document is held out. Each rank opens all of it.
     """
 
     corpora: tuple[Corpus, ...]
@@ -218,7 +219,7 @@ class RunData:
             end: 0-based sample of the run after the last one.
             first: 0-based first sample of the run.
             without: Ranges of samples to leave out, (first, last) each, both included; they must
-                lie in first..end-1.
+                lie in first..end-1 and not overlap.
         """
         spans = [(first, end, 1), *((start, last + 1, -1) for start, last in without)]
         packs = [0] * len(self.corpora)
@@ -308,7 +309,7 @@ def chain_data(parts: Sequence[tuple[int, RunData]]) -> list[RunData]:
             begins. Their data are as RunData.open returns them, and not changed.
 
     Returns:
-        Copies of the data; samples of `train` are numbered from the part's first sample on.
+        Copies of the data, whose `train` has the samples of the run from the part's first one on.
     """
     next_packs: dict[tuple[str, int, type], int] = {}  # the next pack of each corpus
     chained = []
@@ -333,8 +334,9 @@ def split_corpus(
     """Return a corpus's training, validation and test documents by weight.
 
     They are ascending int64 document indices or, with `order` "blocks" for a corpus of more than
-    1,048,576 documents, blocks of documents, whose reads are then expected to be scattered. A part
-    may be empty. The choice is random but always the same, see `split_documents`.
+    1,048,576 documents, blocks of documents; `corpus.expect_random_reads` is then called. A part
+    may be empty (weight 0, or too few documents). The choice is random but always the same, see
+    `split_documents`.
 
     Args:
         fractions: Weights of the three parts, in any unit.

@@ -53,10 +53,10 @@ def find_period_counts(
 def interleave_corpora(counts: Sequence[int]) -> np.ndarray:
     """Return the index of the corpus of each sample of a period, int32[sum(counts)].
 
-    Corpus c occurs counts[c] times, evenly spread: after any number of samples each corpus is less
-    than one sample away from its part of them. The rule is Tijdeman's (The chairman assignment
-    problem, 1980): of the corpora that are behind by at least 1 / (2 corpora - 2), take the one
-    that will be a whole sample behind first.
+    Corpus c occurs counts[c] times, 1 or more, evenly spread: after any number of samples each
+    corpus is less than one sample away from its part of them. The rule is Tijdeman's (The chairman
+    assignment problem, 1980): of the corpora that are behind by at least 1 / (2 corpora - 2), take
+    the one that will be a whole sample behind first.
     """
     corpora = len(counts)
     period = sum(counts)
@@ -160,8 +160,8 @@ class CorpusOrder(ABC):
 class PeriodicOrder(CorpusOrder):
     """Endless order that repeats a period of counts[c] samples of each corpus c.
 
-    `counts` are those of `compute_sample_counts`. After any number of samples each corpus is less
-    than one sample away from its part of them.
+    `counts` are those of `find_period_counts`, and `block_size` is their sum. After any number of
+    samples each corpus is less than one sample away from its part of them.
     """
 
     samples = None
@@ -195,10 +195,11 @@ class DueOrder(CorpusOrder):
     """Order without a period for any number of corpora, each of which may end.
 
     Corpora have a positive weight each; `limits`, int64[corpora], are the packs after which they
-    end (None: never). Pack j of a corpus of weight w is due at time (j + phase) / w, and packs come
-    in the order of their times, corpora with equal times in theirs. A corpus that has ended has no
-    more packs, so that the others take its place in proportion. The phases 0 < phase < 1 differ, so
-    that corpora of equal weight take turns. A place is computed without the places before it.
+    end (None: no corpus ends). Pack j of a corpus of weight w is due at time (j + phase) / w, and
+    packs come in the order of their times, corpora with equal times in theirs. A corpus that has
+    ended has no more packs, so that the others take its place in proportion. The phases
+    0 < phase < 1 differ, so that corpora of equal weight take turns. A place is computed without
+    the places before it.
     """
 
     block_size = PERIOD
@@ -236,7 +237,8 @@ class DueOrder(CorpusOrder):
     def skip_packs(self, packs: np.ndarray) -> "DueOrder":
         """Return a copy of the order whose corpora end `packs`, int64[corpora], earlier.
 
-        It is this order itself if no corpus ends.
+        A corpus with no more packs than that has none left. The result is this order itself if no
+        corpus ends.
         """
         if self._limits is None:
             return self

@@ -18,8 +18,8 @@ _SIZE_BITS = 40  # of float64's 53, the last of which differ between machines
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     """Return the (weight, prefix or pattern) pairs of --data-path, in order.
 
-    `words`, the values of the flag, are `0.3 A 0.7 B`, or `A B`, whose weights are None. Patterns
-    are not expanded, and no corpus is looked for.
+    `words`, the values of the flag, are `0.3 A 0.7 B`, or `A B`, whose weights are None; no words
+    give no pairs. Patterns are not expanded, and no corpus is looked for.
 
     Raises:
         InputError: The words have another form, one is empty, a weight is not positive, or a path
@@ -174,15 +174,15 @@ def _temper_size(tokens: int, temperature: float) -> Fraction:
 def shares_weights_by_size(sources: Sequence[CorpusSource]) -> bool:
     """Return whether corpora share a weight in proportion to their sizes.
 
-    Those of a source of several corpora do, and all corpora without weights. --blend-temperature
-    changes the proportion.
+    Those of a source of several corpora do, and several corpora without weights.
+    --blend-temperature changes the proportion.
     """
     corpora = sum(len(source.prefixes) for source in sources)
     return corpora > len(sources) or (corpora > 1 and sources[0].weight is None)
 
 
 def is_tempered_blend(sources: Sequence[CorpusSource], temperature: float) -> bool:
-    """Return whether weights are powers of sizes other than the sizes themselves."""
+    """Return whether corpora share a weight by size and `temperature` is not 1."""
     return temperature != 1 and shares_weights_by_size(sources)
 
 

@@ -48,7 +48,7 @@ class Pack:
 
     @property
     def positions(self) -> np.ndarray:
-        """Return int64[T], the 0-based position of each token in its document or chunk."""
+        """Return int64[T], the position of each token, from 0 at each of `cu_seqlens`."""
         return position_ids(self.cu_seqlens)
 
 
@@ -69,8 +69,8 @@ class PackedDataset(Protocol):
     """Interface of packs of `seq_length` tokens of one corpus or a blend.
 
     `dataset[s]` is the Pack of the 0-based sample s of the run; only a blend whose corpora all
-    leave it has a last one. All ranks see the same packs; a sampler decides which of them a rank
-    reads.
+    leave it has a last one, and raises InputError after it. All ranks see the same packs; a sampler
+    decides which of them a rank reads.
     """
 
     seq_length: int
@@ -170,7 +170,10 @@ class CorpusPackedDataset(ABC):
         return 0.0
 
     def epochs_after(self, samples: int) -> float:
-        """Return the number of epochs, such as 1.25, that the first `samples` cover."""
+        """Return the number of epochs, such as 1.25, that the first `samples` cover.
+
+        All packs of an epoch count equally.
+        """
         epoch = self.epoch_of_sample(samples)
         first = self.first_sample_of_epoch(epoch)
         end = self.first_sample_of_epoch(epoch + 1)

@@ -20,8 +20,8 @@ def check_has_sentences(
 
     Args:
         prefix: Path of the corpus without extension, for the error.
-        metadata: Metadata of the corpus, which record the splitting; None for a corpus of
-            Megatron's own tool. Without a record, the corpus must have more `sequences` than
+        metadata: Metadata of the corpus, which may record the splitting; None for a corpus of
+            Megatron's own tool. Without metadata or this record, `sequences` must not equal
             `documents`.
         sequences: Number of sequences in the .idx.
         documents: Number of documents in the .idx.
