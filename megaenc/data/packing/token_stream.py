@@ -15,7 +15,7 @@ from megaenc.errors import InputError
 
 
 class DocumentSource(Protocol):
-    """Interface of a corpus for DocumentStream: document lengths, and tokens."""
+    """Protocol of a corpus for DocumentStream: `document_lengths` and `read_spans`."""
 
     document_lengths: np.ndarray
     """int64[D], length of each document in tokens."""
@@ -33,9 +33,9 @@ class DocumentSource(Protocol):
 class TokenStream(ABC):
     """Base class of an endless token sequence of a corpus, readable at any position.
 
-    Its documents are joined in a new random order each epoch; those without tokens are left out. A
-    position is a number of tokens from the start of the stream. Epochs are 0-based and have
-    `tokens_per_epoch` tokens each.
+    Its documents are joined in a random order that `seed` and the epoch determine; those without
+    tokens are left out. A position is a number of tokens from the start of the stream. Epochs are
+    0-based and have `tokens_per_epoch` tokens each.
     """
 
     def __init__(self, corpus: object, seed: int):
@@ -85,7 +85,7 @@ class TokenStream(ABC):
 
     @abstractmethod
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return the indices of the documents that hold tokens, in the order of `epoch`.
+        """Return the stream's documents that hold tokens, in the order of `epoch`.
 
         Returns:
             int64 or int32[documents], indices in the corpus.
@@ -94,7 +94,8 @@ class TokenStream(ABC):
     def permute_packs(self, count: int, epoch: int) -> Sequence[int] | np.ndarray:
         """Return a random order of the `count` packs of the 0-based `epoch`.
 
-        It is a permutation of range(count), int32 or int64[count].
+        It is a permutation of range(count) that `seed` and `epoch` determine: int32 or
+        int64[count], or for a large BlockStream a KeyedPermutation.
         """
         return narrow_to_int32(
             counter_rng.permutation(self.seed, "packs", count, counters=(epoch,))
@@ -102,9 +103,9 @@ class TokenStream(ABC):
 
 
 class DocumentStream(TokenStream):
-    """Stream that shuffles all documents of an epoch.
+    """TokenStream that shuffles all documents of an epoch.
 
-    It holds some 20 bytes of each document in memory.
+    It takes some 20 bytes of memory for each document.
     """
 
     def __init__(self, corpus: DocumentSource, documents: np.ndarray, seed: int):
@@ -139,7 +140,11 @@ class DocumentStream(TokenStream):
         return self.corpus.read_spans(self.documents[indices], starts, stops), stops - starts
 
     def epoch_documents(self, epoch: int) -> np.ndarray:
-        """Return the indices of the documents that hold tokens, in the order of `epoch`."""
+        """Return the stream's documents that hold tokens, in the order of `epoch`.
+
+        Returns:
+            int32[documents], indices in the corpus; int64 if one of them does not fit.
+        """
         return self.documents[self.epoch_order(epoch)[0]]
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +159,7 @@ class DocumentStream(TokenStream):
 
 
 def narrow_to_int32(values: np.ndarray) -> np.ndarray:
-    """Return non-negative integers as int32 if they all fit, else `values` itself.
+    """Return non-negative integers as an int32 copy if they all fit, else `values`.
 
     It saves 400 MB for 100 million documents.
     """

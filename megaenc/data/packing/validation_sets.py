@@ -26,11 +26,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
     """Return the prefix of each corpus in --valid-data-path `NAME=PREFIX`, by name.
 
-    The order is that of `words`, the values of the flag. No corpus is looked for.
+    The order is that of `words`, the values of the flag, each split at its first `=`. No corpus is
+    looked for.
 
     Raises:
-        InputError: A word is not NAME=PREFIX with a name of letters, digits, `_`, `-` and `.` and a
-            prefix that is not empty, or a name is given twice.
+        InputError: A word has no `=`, a prefix is empty, or a name is given twice, has characters
+            other than ASCII letters, digits, `_`, `-` and `.`, or begins with a sign.
     """
     prefixes: dict[str, str] = {}
     for word in words:
@@ -49,9 +50,10 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
 
 
 class UnshuffledPackedDataset(ConcatPackedDataset):
-    """Packs of one corpus in the order of its token stream.
+    """ConcatPackedDataset whose packs are in the order of its token stream.
 
-    Whatever their length, the first packs hold the beginning of the same stream.
+    Documents are shuffled, packs are not: whatever their length, the first packs hold the beginning
+    of the same stream.
     """
 
     def _compute_pack_order(self, epoch: int) -> range:
@@ -63,8 +65,8 @@ class UnshuffledPackedDataset(ConcatPackedDataset):
 class ValidationSet:
     """Named corpus to validate on, as `ValidationSet.open` returns it.
 
-    `documents`, int64[D] indices or blocks, are the documents of `corpus` that are read: only the
-    held-out ones if the run trains on the corpus, else all.
+    `documents`, int64[D] indices or DocumentBlocks (see `split_corpus`), are the documents of
+    `corpus` that are read: only the held-out ones if the run trains on the corpus, else all.
     """
 
     name: str
@@ -92,11 +94,11 @@ class ValidationSet:
 
         Args:
             vocabulary: The run's, which the corpus must fit.
-            split: --split, which decides on the held-out documents of a corpus in
-                `train_fingerprints`.
-            order: Data order, see `split_corpus`.
+            split: --split, such as `99,1,0`, which decides on the held-out documents of a corpus
+                in `train_fingerprints`.
+            order: "documents" or "blocks", see `split_corpus`.
             train_fingerprints: `Corpus.fingerprint` of the corpora that the run trains on.
-            opened: Corpora by `index_path`, to which this one is added.
+            opened: Corpora by `index_path`: one that is there is reused, another is added.
 
         Raises:
             InputError: The corpus cannot be used, or `split` holds none of its text out.
@@ -125,20 +127,25 @@ class ValidationSet:
     def describe(self) -> str:
         """Return the set's name and text for the console.
 
-        An example is `web (held-out documents of data/web_text_document)`.
+        An example is `web (held-out documents of data/web_text_document)`; a set of all documents
+        has `all` instead of `held-out`.
         """
         part = "all" if self.is_whole_corpus else "held-out"
         return f"{self.name} ({part} documents of {self.corpus.prefix})"
 
     @property
     def identity(self) -> list[str]:
-        """Return [`Corpus.fingerprint`, split], which together determine the text."""
+        """Return [`Corpus.fingerprint`, split], which together determine the text.
+
+        The split is that of --split, or `0,1,0` if all documents are read.
+        """
         return [self.corpus.fingerprint, self.split]
 
     def pack(self, seq_length: int) -> BlendedDataset:
-        """Return the set's text in packs of `seq_length` tokens, not shuffled.
+        """Return the set's text in packs of `seq_length` tokens, always in the same order.
 
-        They are endless; `samples_before_repeat` packs start in the first pass over the text.
+        Documents are shuffled, packs are not. They are endless; `samples_before_repeat` packs start
+        in the first pass over the text.
         """
         packs = UnshuffledPackedDataset(self.corpus, self.documents, seq_length, 0)
         return BlendedDataset([packs], [Fraction(1)], sources=[self.corpus.prefix])

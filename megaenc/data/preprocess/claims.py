@@ -32,7 +32,7 @@ class Claim:
     """Context manager of a claim, which reserves shared work for this process.
 
     `ClaimDirectory.acquire` returns it and has created its file. A thread renews the file until the
-    block ends, and it is then removed.
+    block ends, also by an error; then the file is removed. A failure of either is ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -72,8 +72,8 @@ class ClaimDirectory:
         """Return a new claim on the work `name`, or None if a live process holds it.
 
         It does not wait. The caller must enter the claim at once, as only an entered claim is
-        renewed. A process of another machine counts as dead only if calls over DEAD_SECONDS see no
-        renewal.
+        renewed. A holder counts as dead if it is a process of this machine that has ended, or if
+        calls over DEAD_SECONDS (150) see no renewal. `name` becomes part of a file name.
 
         Raises:
             FileNotFoundError: The directory is gone.

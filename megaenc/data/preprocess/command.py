@@ -34,8 +34,9 @@ def preprocess(settings: PreprocessConfig) -> list[Path]:
     """Tokenize the input to a corpus per JSON key and return the corpora's prefixes.
 
     Prefixes are in the order of the keys. Messages, progress and a summary are printed. The .bin,
-    .idx and .json of all corpora appear complete or not at all, the .idx last. Their bytes do not
-    depend on workers, partitions or kinds of input files.
+    .json and .idx of all corpora appear together or not at all, except that a kill between two
+    renames may leave some, but not all .idx. Their bytes do not depend on workers, partitions or
+    kinds of input files.
 
     Raises:
         InputError: Input, tokenizer or output is unusable, such as output that exists already;
@@ -47,8 +48,8 @@ def preprocess(settings: PreprocessConfig) -> list[Path]:
 def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
     """Return the job that `preprocess` runs, with flags, output and input checked.
 
-    It prints messages about the input, loads the tokenizer, and may train a sentence model. No
-    output is written.
+    It prints messages about the input, loads the tokenizer and, for --split-sentences in a language
+    without an installed model, trains a sentence model. No output is written.
 
     Raises:
         InputError: Flags, input or tokenizer are unusable, or output exists or cannot be written.

@@ -19,7 +19,10 @@ _MINHASH = Deduplication("minhash")
 
 @dataclass(frozen=True)
 class PreprocessConfig(resolve.InputConfig):
-    """Flags of `megaenc preprocess`."""
+    """Flags of `megaenc preprocess`, with those of InputConfig.
+
+    They are checked by `check`, not by the constructor.
+    """
 
     output_prefix: str
     """Prefix of the output files, OUTPUT_PREFIX_KEY_document.bin, .idx and .json for each JSON
@@ -69,19 +72,25 @@ class PreprocessConfig(resolve.InputConfig):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the keys or columns that become corpora: of texts, or of --input-tokens."""
+        """Return the keys or columns of texts, or the one column of --input-tokens.
+
+        Each becomes a corpus.
+        """
         if self.input_tokens is None:
             return self.json_keys
         return (self.input_tokens.partition(":")[0],)
 
     @property
     def token_dtype(self) -> str | None:
-        """Return the dtype that --input-tokens names, empty without one; None for texts."""
+        """Return the dtype in --input-tokens COLUMN:DTYPE; None for texts.
+
+        It is empty if the flag names none, as for columns of arrays, which have their own.
+        """
         return None if self.input_tokens is None else self.input_tokens.partition(":")[2]
 
     @property
     def special_tokens_mode(self) -> SpecialTokensMode:
-        """Return the mode of --special-tokens or --append-eod, else `none`."""
+        """Return `eod` for --append-eod, else the mode of --special-tokens or `none`."""
         if self.append_eod:
             return "eod"
         return self.special_tokens or "none"
@@ -111,7 +120,10 @@ class PreprocessConfig(resolve.InputConfig):
         )
 
     def check(self) -> None:
-        """Raise InputError for too many workers, a contradiction or a flag without effect."""
+        """Raise InputError for flags that contradict, have no effect or a wrong value.
+
+        Wrong values are too many workers and an unknown dtype of --input-tokens.
+        """
         if self.append_eod and self.special_tokens not in (None, "eod"):
             raise InputError(
                 f"--append-eod: found with --special-tokens {self.special_tokens}, expected one of "

@@ -38,10 +38,11 @@ _HIGH_BITS = 32
 
 @dataclass(frozen=True)
 class Deduplication:
-    """Method of removing duplicates, with its parameters, which are for `minhash`.
+    """Method of removing duplicates, `exact` or `minhash`, with its parameters.
 
-    Called with D texts, it returns their band keys, uint64[bands, words, D]: documents of which the
-    keys of any band are equal are duplicates, see `find_duplicates`. It is picklable.
+    All fields but `method` are for minhash. Called with D texts, it returns their band keys,
+    uint64[bands, words, D]: documents of which the keys of any band are equal are duplicates, see
+    `find_duplicates`. It is picklable.
     """
 
     method: Literal["exact", "minhash"]
@@ -63,7 +64,8 @@ class Deduplication:
     def describe(self) -> dict[str, Any]:
         """Return method and parameters as JSON values, for plan.json and the metadata.
 
-        For minhash they have the version of rensa's algorithm.
+        Keys are `method` and, for minhash, the other fields and `rensa_algorithm`, the version of
+        rensa's algorithm.
 
         Raises:
             InputError: The package rensa is needed and missing.
@@ -126,8 +128,9 @@ class Deduplication:
 def build_ngrams(text: str, size: int) -> list[str]:
     """Return the n-grams of `size` lower-case words of a text, with repetitions.
 
-    A text of `size` words or fewer is one n-gram, and one without any word is itself one. A
-    character of a script without spaces, such as Han, is a word.
+    Words are runs of letters, digits and `_`; a character of a script without spaces, such as Han,
+    is a word. They are joined by spaces. A text of `size` words or fewer is one n-gram; one without
+    any word is itself one, unchanged.
     """
     words = _WORD.findall(text.lower())
     if len(words) <= size:
@@ -157,16 +160,16 @@ def find_duplicates(
 ) -> np.ndarray:
     """Return bool[documents], True for each document that is to be removed.
 
-    Documents with an equal key in some band are linked, and of linked ones the first stays. It
-    takes 9 bytes a document, and 50 for each of up to 134 million, or of as many as have the same
-    key.
+    Documents with an equal key in some band are linked. Of those that are linked, also through
+    others, the first stays. It takes 9 bytes a document, and 50 for each of up to 134 million, or
+    of as many as have the same key.
 
     Args:
         documents: Number of documents.
         bands: Number of bands.
         read_band: Function of a band's 0-based index that yields uint64[words, n], the keys of
             successive documents; called several times for each band of a large corpus.
-        label: Name of the progress line.
+        label: Name of the progress line, which is printed.
     """
     parents = np.arange(documents, dtype=np.int64)
     slices = max(1, -(-documents // _SLICE_DOCUMENTS))

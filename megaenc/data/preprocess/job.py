@@ -39,8 +39,8 @@ class CorpusOutputs:
     """Corpora that are being written, in the order of the JSON keys.
 
     `PreprocessJob.open_outputs` yields it. The block fills the `writers`, `removed` (number of
-    duplicates of each key, at first 0) and `counts` of the whole input; `metadata` are there after
-    the block.
+    duplicates of each key, at first 0) and `counts` (those of `tokenize_ranges` for the whole
+    input); `metadata` are there after the block.
     """
 
     writers: list[IndexedWriter]
@@ -101,7 +101,8 @@ class PreprocessJob:
 
         Returns:
             Context manager of the pool, whose value is the function that tokenizes: it takes an
-            iterable of TextBlocks and yields a TokenizedBlock for each, in order.
+            iterable of TextBlocks and yields a TokenizedBlock for each, in order. It reads at most
+            two blocks per worker ahead, and raises InputError if a worker process dies.
         """
         tokenizer = self.block_tokenizer
         # Blocks of these sources are small.
@@ -122,10 +123,12 @@ class PreprocessJob:
     ) -> Counts:
         """Tokenize part of the input, pass it to the writers and return its counts.
 
+        Counts are of `documents`, of `skipped` bad ones, and of decompressed bytes (`size`).
+
         Args:
             tokenize: Function of a pool, see `start_workers`.
             writers: Writer of each JSON key, to which documents are added; not finished.
-            band_keys: List of each key, to which band keys are added; [] without deduplication.
+            band_keys: A list per key that gets its band keys; no list without deduplication.
             ranges: Ranges of the input; None: all of it.
             report: Called after each block with bytes on disk of `ranges` and counts until then,
                 and the mean MB/s of decompressed text.
@@ -160,8 +163,9 @@ class PreprocessJob:
     def write_corpora(self) -> list[CorpusMetadata]:
         """Tokenize the input in one go, write all corpora and return their metadata.
 
-        The metadata are in the order of the JSON keys. Errors are those of `tokenize_ranges`,
-        `open_outputs` and `refuse_outputs`.
+        The metadata are in the order of the JSON keys. Progress is printed. Errors are those of
+        `tokenize_ranges`, `open_outputs` and `refuse_outputs`. A job with deduplication needs
+        `write_in_partitions` instead.
         """
         with (
             self.start_workers(self.settings.workers) as tokenize,
@@ -185,12 +189,12 @@ class PreprocessJob:
     def open_outputs(self, check: Callable[[dict[str, str]], None]) -> Iterator[CorpusOutputs]:
         """Yield all corpora to fill; after the `with` block write metadata and rename.
 
-        The block fills the writers and sets `counts`, and does not finish the writers. If the block
-        fails, no file appears. Existing files are replaced unless `check` refuses.
+        The block fills the CorpusOutputs, and does not finish the writers. If the block fails, no
+        file appears. Existing files are replaced unless `check` refuses.
 
         Args:
-            check: Called before renaming with the sha256 of each file by name; it may refuse by
-                raising an error.
+            check: Called before renaming with the sha256 of each file by name without directory; it
+                may refuse by raising an error.
 
         Raises:
             InputError: A corpus has no document, or a file cannot be written.

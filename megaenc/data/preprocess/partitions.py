@@ -27,7 +27,8 @@ def write_in_partitions(job: PreprocessJob) -> list[CorpusMetadata]:
     an error how to resume.
 
     Raises:
-        InputError: An input is bad, a directory cannot be used, or outputs exist already.
+        InputError: An input is bad, a directory cannot be used, or outputs exist already, as for a
+            process that starts after the merge.
     """
     ranges = resolve.partition_inputs(job.inputs, job.settings.partitions)
     count = len(ranges)
@@ -71,7 +72,7 @@ def write_missing(
 ) -> None:
     """Write missing partitions that no other process claims, until all are done.
 
-    It also waits for those of other processes.
+    It also waits for those of other processes. Progress is printed.
 
     Args:
         directory: Work directory, which is open.
@@ -134,11 +135,11 @@ def write_missing(
 def merge_partitions(job: PreprocessJob, directory: WorkDirectory) -> list[CorpusMetadata]:
     """Merge all partitions in `directory`, remove it and return all metadata.
 
-    The job's corpora appear, and the metadata are in the order of their keys. If another process
-    merges, wait for it.
+    The job's corpora appear, and the metadata are in the order of their keys. While another process
+    merges, it waits, and merges only if that one stops before the end.
 
     Raises:
-        FileNotFoundError: Another process has merged and removed `directory`.
+        FileNotFoundError: `directory` is gone, as after the merge of another process.
         InputError: A partition is missing or has changed, outputs exist that are not of this merge,
             or a file cannot be written.
     """

@@ -30,7 +30,8 @@ class PunktModel:
     def describe(self) -> dict[str, Any]:
         """Return `method`, `language` and `fingerprint` for the corpus metadata.
 
-        The fingerprint is the sha256 of the parameters.
+        They are `punkt`, the model's language (`learnt` for a trained one) and the sha256 of the
+        parameters in hex.
         """
         parameters = self.parameters
         orthography = sorted(
@@ -52,7 +53,7 @@ def load_installed_punkt(language: str) -> PunktModel | None:
     `language` is a name such as `english`. Nothing is downloaded.
 
     Raises:
-        InputError: The name of the language is invalid.
+        InputError: `language` cannot be a name, such as a path or an empty one.
     """
     from nltk.tokenize.punkt import PunktTokenizer
 
@@ -67,10 +68,9 @@ def load_installed_punkt(language: str) -> PunktModel | None:
 
 
 def train_punkt(texts: Iterable[str]) -> PunktModel:
-    """Return a Punkt model trained on the beginning of `texts`.
+    """Return a Punkt model trained on the first 4,000,000 characters of `texts`.
 
-    It is trained on 4,000,000 characters or fewer; later texts are not read. The same texts give
-    the same model.
+    `texts` may have fewer, or none; later ones are not read. The same texts give the same model.
     """
     from nltk.tokenize.punkt import PunktTrainer
 

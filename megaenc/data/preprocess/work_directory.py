@@ -43,8 +43,9 @@ _KNOWN_FILES = re.compile(
 class Partition:
     """Partition that is being written, in the order of the JSON keys.
 
-    `WorkDirectory.new_partition` yields it. The block adds documents to the writer of each key and,
-    for deduplication, their `TokenizedBlock.band_keys` to the list of each key, and sets `counts`.
+    `WorkDirectory.new_partition` yields it. The block adds documents to `writers`, one for each
+    key, sets `counts` and, for deduplication, adds `TokenizedBlock.band_keys` to the list of each
+    key in `band_keys`, which is empty without deduplication.
     """
 
     writers: list[IndexedWriter]
@@ -56,8 +57,9 @@ class WorkDirectory:
     """Directory of the `count` partitions of a preprocessing run, shared by processes.
 
     The bytes of partitions depend on the `plan` (see `PreprocessJob.build_plan`). Each partition,
-    of 0-based index, has a .bin and .idx for each of `keys` and a JSON record of plan, counts and
-    hashes. Nothing is read or written before `open`.
+    of 0-based index, has a .bin of tokens of `dtype`, an .idx and, with `deduplication`, a .keys
+    for each of `keys`, and a JSON record of plan, counts and hashes. Nothing is read or written
+    before `open`.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class WorkDirectory:
     def open(self) -> None:
         """Join the processes that work in the directory, or create it.
 
-        The directory appears with its plan by one rename.
+        Missing parents are created. The directory appears with its plan by one rename.
 
         Raises:
             InputError: It holds foreign files or another plan, or cannot be written.
