@@ -30,8 +30,8 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
     looked for.
 
     Raises:
-        InputError: A word has no `=`, a prefix is empty, or a name is given twice, has characters
-            other than ASCII letters, digits, `_`, `-` and `.`, or begins with a sign.
+        InputError: A word has no `=`, a name or prefix is empty, or a name is given twice, has
+            other characters than ASCII letters, digits, `_`, `-` and `.`, or begins with a sign.
     """
     prefixes: dict[str, str] = {}
     for word in words:
@@ -144,8 +144,8 @@ class ValidationSet:
     def pack(self, seq_length: int) -> BlendedDataset:
         """Return the set's text in packs of `seq_length` tokens, always in the same order.
 
-        Documents are shuffled, packs are not. They are endless; `samples_before_repeat` packs start
-        in the first pass over the text.
+        Documents are shuffled, packs are not. The packs are endless; `samples_before_repeat` of
+        them start in the first pass over the text.
         """
         packs = UnshuffledPackedDataset(self.corpus, self.documents, seq_length, 0)
         return BlendedDataset([packs], [Fraction(1)], sources=[self.corpus.prefix])

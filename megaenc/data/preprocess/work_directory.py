@@ -188,7 +188,8 @@ class WorkDirectory:
     def merge(self, writers: Sequence[IndexedWriter]) -> tuple[dict[str, int], list[int]]:
         """Append all partitions to `writers`, one per key, without duplicates.
 
-        Duplicates stay if there is no deduplication. The writers are not finished.
+        Duplicates stay if there is no deduplication. The writers are not finished. Progress is
+        printed.
 
         Returns:
             The sums of the partitions' counts by name, and the number of duplicates left out of
@@ -231,6 +232,9 @@ class WorkDirectory:
         """Write the hashes of outputs, before they are renamed, to the file `merged`.
 
         `hashes` has the sha256 by file name.
+
+        Raises:
+            InputError: The file cannot be written.
         """
         atomic_write(self.path / MERGE_RECORD, json.dumps(hashes) + "\n")
 
@@ -254,7 +258,8 @@ class WorkDirectory:
     def leave(self) -> int:
         """Return the number of complete partitions; call it when an error ends the work.
 
-        The directory is removed if it holds nothing but its plan: no partition and no claim.
+        The result is 0 if the directory is gone. The directory is removed if it holds nothing but
+        its plan: no partition and no claim.
         """
         with contextlib.suppress(OSError):  # the first error is the one to report
             names = [name for name in os.listdir(self.path) if not name.startswith(".")]

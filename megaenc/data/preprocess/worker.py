@@ -18,9 +18,10 @@ from megaenc.errors import InputError
 class TokenizedBlock:
     """Tokens of the documents of a block, by JSON key, with counts and position.
 
-    The lists `tokens`, `lengths`, `counts` and `band_keys` have one array for each key, in the
-    order of `BlockTokenizer.keys`; `band_keys` is empty without deduplication. Documents without
-    tokens are left out of the arrays, separately for each key; `documents` counts them.
+    The lists `tokens`, `lengths` (of sequences), `counts` (of sequences in each document) and
+    `band_keys` have one array for each key, in the order of `BlockTokenizer.keys`; `band_keys` is
+    empty without deduplication. Documents without tokens are left out of the arrays, separately for
+    each key, but are included in the number `documents`.
     """
 
     tokens: list[np.ndarray]
@@ -57,7 +58,10 @@ class TokenIds:
     """Nothing is encoded by gigatoken, see `FastEncoder.is_fast`."""
 
     def convert(self, document: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...] | InputError:
-        """Return a document as uint32 without special tokens, or the error of a wrong id."""
+        """Return a document as uint32 without special tokens, or the error of a wrong id.
+
+        `document` has one array of integers, which must be from 0 to `vocab_size` - 1.
+        """
         (tokens,) = document
         wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
         if len(wrong):
@@ -67,7 +71,7 @@ class TokenIds:
         return (self.special_tokens.strip(tokens).astype(np.uint32),)
 
     def encode_concatenated(self, documents: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all documents, and the number of each document.
+        """Return the ids of all documents concatenated, and the token count of each one.
 
         Returns:
             uint32[tokens] and int64[documents].

@@ -96,7 +96,7 @@ class ParquetFile(TextSource):
         return bisect.bisect_left(self._starts, offset * self._starts[-1] / max(self.size, 1))
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        """Yield the rows of row groups start..stop-1 as TableBlocks.
+        """Yield the rows of row groups start..stop-1 as TableBlocks of about 1 MiB.
 
         `before`, the bytes on disk of earlier sources, is added to the positions of blocks. No
         whole row group is ever held in memory.
@@ -150,11 +150,18 @@ class ParquetFile(TextSource):
 class SavedDatasetFile(TextSource):
     """Text source of one Arrow file written by `save_to_disk` of datasets.
 
-    Rows are documents, and split points are 0-based row indices. The columns `keys` are not
-    checked.
+    Rows are documents, and split points are 0-based row indices.
     """
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
+        """Read the number of rows.
+
+        Args:
+            keys: Columns of the texts, which `find_saved_dataset_files` checks.
+
+        Raises:
+            InputError: The file is missing or not Arrow data.
+        """
         self.name = path
         self._keys = keys
         self.file_stats = stat_files([path])
@@ -182,7 +189,7 @@ class SavedDatasetFile(TextSource):
         return -(-offset * self.end // self.size)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        """Yield rows start..stop-1 as TableBlocks.
+        """Yield rows start..stop-1 as TableBlocks of about 1 MiB.
 
         `before`, the bytes on disk of earlier sources, is added to the positions of blocks.
         """
@@ -204,7 +211,7 @@ def find_saved_dataset_files(
 
     Args:
         directory: Directory of the data set.
-        split: Name of the split; `train` for a data set without splits.
+        split: Name of the split; must be `train` for a data set without splits.
         keys: Columns of the texts.
 
     Raises:
@@ -284,7 +291,7 @@ class HubDataset(TextSource):
         return -(-offset // _HUB_FILE_BYTES)
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[TableBlock]:
-        """Yield the rows of files start..stop-1 as TableBlocks.
+        """Yield the rows of files start..stop-1 as TableBlocks of about 1 MiB.
 
         All are at position `before`, because the true one is unknown.
         """
@@ -311,9 +318,9 @@ class HubDataset(TextSource):
 
 
 def check_text_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
-    """Raise InputError unless a table has one text column for each of `keys`.
+    """Raise InputError unless a table has exactly one text column for each of `keys`.
 
-    Columns may be dictionaries of texts.
+    Its type is string, large_string, string_view or a dictionary of one of these.
 
     Args:
         name: Name of the table in errors.

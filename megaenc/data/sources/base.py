@@ -23,8 +23,8 @@ class TextSource(ABC):
     """Base class of a text source: documents in a fixed order.
 
     They are read between split points. Split points are numbers from 0 to `end` at which a
-    partition of the input may begin, such as bytes of a file or row groups. `size` is in bytes on
-    disk.
+    partition of the input may begin, such as bytes of a file or row groups. Subclasses set `name`,
+    `size` in bytes on disk, `end` and `file_stats`.
     """
 
     name: str
@@ -49,7 +49,7 @@ class TextSource(ABC):
     def find_split_point(self, offset: int) -> int:
         """Return the first split point at or after fraction `offset` / `size`.
 
-        `offset` is from 0 to `size` bytes on disk. The split point never falls when it rises.
+        `offset` is from 0 to `size` bytes on disk. A higher `offset` never gives a lower point.
         """
 
     @abstractmethod
@@ -83,9 +83,9 @@ def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
 class LineFile(TextSource):
     """Text source of a JSONL file, or of lines or paragraphs of a text file.
 
-    Each line or paragraph is a document; blank lines are none. Split points are bytes at which a
-    line starts. Compressed files, paragraphs and encodings other than UTF-8 must be read whole:
-    their split points are 0 and 1.
+    Each line, or paragraph between blank lines, is a document; blank lines are none. Split points
+    are bytes at which a line starts. Compressed files, paragraphs and encodings other than UTF-8
+    must be read whole: their split points are 0 and 1.
     """
 
     def __init__(self, path: str, sample_by: str | None, encoding: str = UTF8) -> None:
@@ -142,6 +142,15 @@ class TextGroup(TextSource):
     """
 
     def __init__(self, paths: Sequence[str], encoding: str = UTF8) -> None:
+        """Read the sizes of the files.
+
+        Args:
+            paths: Paths of one or more files.
+            encoding: Name of the encoding, see `find_encoding`.
+
+        Raises:
+            InputError: A file is missing or cannot be accessed.
+        """
         self.name = paths[0]
         self._paths = paths
         self.file_stats = stat_files(paths)

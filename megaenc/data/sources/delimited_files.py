@@ -28,7 +28,8 @@ MAX_CELL_LENGTH = 1 << 26
 class RowBlock(TextBlock):
     """Block of rows of a CSV or TSV file, each a document; `DelimitedFile` yields it.
 
-    `parse` takes only the keys that the file was opened with.
+    `parse` must get the keys that the file was opened with, in their order, which it does not
+    check.
     """
 
     path: str
@@ -112,8 +113,9 @@ class DelimitedFile(TextSource):
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[RowBlock]:
         """Yield all rows as RowBlocks of about 4 MiB; none if `start` is `stop`.
 
-        `before`, the bytes on disk of earlier sources, is added to the positions of blocks.
-        Parsing a row with another number of cells than the header gives an error.
+        The header is no row. `before`, the bytes on disk of earlier sources, is added to the
+        positions of blocks. Parsing a row with another number of cells than the header gives an
+        error.
 
         Raises:
             InputError: The end of a row cannot be found because of a wrong quote.
@@ -166,8 +168,8 @@ def get_delimiter(is_csv: bool) -> str:
 def find_other_delimiter(header: str, delimiter: str) -> str | None:
     """Return a usual delimiter that `header` has instead of `delimiter`, or None.
 
-    `header` is the first line of a file. The result is the first of `;`, tab, comma and `|` that is
-    in it. None if `header` has `delimiter`, or none of these.
+    `header` is the first line of a file. The result is the first of `;`, tab, comma and `|`, in
+    this order, that is in it; None if `header` has `delimiter`, or none of these.
     """
     if delimiter in header:
         return None
@@ -180,7 +182,7 @@ def split_csv(
     """Yield (number of the first line, cells) of each record of a CSV file.
 
     Lines count from 1. The header is a record too; empty records are left out. The limit of cells
-    in Python's `csv` is set to MAX_CELL_LENGTH.
+    in Python's `csv` is set, for the whole process, to MAX_CELL_LENGTH (64 Mi characters).
 
     Args:
         path: Name of the file, for errors.
@@ -206,7 +208,8 @@ def split_csv(
 def split_tsv(lines: Iterable[str], delimiter: str = "\t") -> Iterator[tuple[int, list[str]]]:
     """Yield (line number, cells) of each line of a TSV file.
 
-    Lines count from 1. There is no quoting, as in GLUE's files; empty lines are left out.
+    Lines count from 1. There is no quoting, as in GLUE's files; line ends are dropped, and empty
+    lines are left out.
     """
     for line_number, line in enumerate(lines, 1):
         content = line.removesuffix("\n").removesuffix("\r")

@@ -176,10 +176,11 @@ class MdsDataset(TextGroup):
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[MdsBlock]:
         """Yield the samples of shards start..stop-1 as MdsBlocks of about 1 MiB.
 
-        `before` bytes are added to their positions.
+        `before`, the bytes on disk of earlier sources, is added to the positions of blocks.
 
         Raises:
-            InputError: A shard is damaged, or has another hash than in the index.
+            InputError: A shard is damaged, or has another hash than in the index, which is known
+                only after its last block.
         """
         before += sum(shard.file_bytes for shard in self._shards[:start])
         for shard in self._shards[start:stop]:
@@ -251,7 +252,10 @@ class _HashedStream:
         return data
 
     def check_end(self) -> None:
-        """Raise InputError if more bytes follow, or a hash differs from the index."""
+        """Raise InputError if more bytes follow, or a hash differs from the index.
+
+        Hashes of algorithms that hashlib lacks are not checked.
+        """
         path = self._shard.path
         if self._stream.read(1):
             raise InputError(f"{path}: continues after {self.position:,} bytes; {_ADVICE}")
@@ -264,7 +268,7 @@ class _HashedStream:
 
 
 def read_index(path: str) -> list[MdsShard]:
-    """Return the shards that an index.json of MDS lists, in order.
+    """Return the shards that the index.json of MDS at `path` lists, in order.
 
     Raises:
         InputError: The index is damaged or of another version, or a shard is compressed by

@@ -104,7 +104,7 @@ class ResolvedInputs:
         return self.size if all(source.is_size_known for source in self.sources) else None
 
     def file_stats(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, bytes, modification time in ns) of each file.
+        """Yield (absolute path, bytes, modification time in ns) of each file, in order.
 
         Size and time are of the moment at which the input was resolved. For a Hub data set it is
         (name, number of files, 0).
@@ -158,13 +158,13 @@ def resolve_inputs(
 ) -> ResolvedInputs:
     """Return the sources of every --input, with their metadata and messages.
 
-    Files are opened, but only headers and footers are read; data sets of the Hub are looked up,
-    which is printed. The messages are not.
+    Files are opened, but only headers and footers are read; those of a directory are in order of
+    their paths. Data sets of the Hub are looked up, which is printed. The messages are not.
 
     Args:
         keys: JSON keys or columns of the texts; columns must exist.
-        token_dtype: None for texts. Else `keys` are columns of token ids, and inputs directories
-            of MDS shards, see `MdsDataset`.
+        token_dtype: None for texts. Else `keys` are columns of MDS shards with token ids of this
+            dtype, such as `int64`, in bytes; empty: in arrays, which have a dtype.
 
     Raises:
         InputError: An input, its columns or a flag cannot be used.
@@ -257,6 +257,8 @@ def read_blocks(
 ) -> Iterator[TextBlock]:
     """Yield the unparsed TextBlocks of `ranges` (None: of all input), in order.
 
+    Their positions count from the start of all input.
+
     Raises:
         InputError: The input cannot be read.
     """
@@ -270,7 +272,8 @@ def read_blocks(
 def read_texts(inputs: ResolvedInputs, key: str) -> Iterator[str]:
     """Yield the text under `key` of each document of the input, in order.
 
-    `key` is a JSON key or a column. Text files have the same text under every key.
+    `key` is a JSON key or a column. Text files have the same text under every key. A text may be
+    empty.
 
     Raises:
         InputError: The input or a document cannot be read, or has no text under `key`.

@@ -13,7 +13,7 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
@@ -88,8 +88,7 @@ class TextBlock(ABC):
                 the error of a bad document; None: they stay.
 
         Raises:
-            InputError: A document is bad, unless `skip_bad`, or a file cannot be read; names the
-                place.
+            InputError: A document is bad without `skip_bad` or a file unreadable; names the place.
         """
         texts = []
         skipped = 0
@@ -231,8 +230,7 @@ def open_decompressed(
 
     Yields:
         The raw file, whose `tell` counts bytes on disk, and the stream. They are the same object
-        for a plain file in UTF-8, whose bytes are not checked; text in another `encoding` is
-        converted.
+        for a plain file in UTF-8. Only text in another `encoding` is checked and converted.
 
     Raises:
         InputError: From inside the block, if the file cannot be read, its compressed data are
@@ -338,8 +336,8 @@ def read_line_blocks(
     """Yield the lines that begin in bytes start..stop-1 as LineBlocks of about 4 MiB.
 
     Args:
-        start: Beginning of a line; 0 for compressed files and those in another `encoding`, which
-            are read as a whole.
+        start: Beginning of a line; 0, without `stop`, for compressed files and those in another
+            `encoding`, which are read as a whole.
         stop: End in bytes, a line start or the length of the file; None: that length.
         before: Bytes on disk of earlier sources, which are added to positions.
         sample_by: `line` or `paragraph` for text, None for JSONL; with `paragraph`, blocks hold
@@ -398,6 +396,9 @@ def find_line_start(path: str, offset: int) -> int:
 
     It is the file's length if there is none, and 0 for an `offset` up to 0. The file must not be
     compressed.
+
+    Raises:
+        InputError: The file cannot be read.
     """
     if offset <= 0:
         return 0
@@ -408,11 +409,11 @@ def find_line_start(path: str, offset: int) -> int:
         return raw.tell()
 
 
-def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
+def extract_texts(record: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
     """Return the strings under `keys` of a mapping as a tuple in the order of `keys`.
 
     Raises:
-        InputError: A key is missing, or its value is no string.
+        InputError: A key is missing, or its value is no string; names the key, but no place.
     """
     for key in keys:
         if key not in record:
@@ -428,8 +429,8 @@ def extract_texts(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
 def format_missing_key(kind: str, key: str, names: Iterable[str]) -> str:
     """Return an error message for a missing key or column, without place.
 
-    It is such as "no key `text`; found `id`, `body`; set --json-key" with the first of `names`;
-    `kind` is `key` or `column`.
+    It is such as "no key `text`; found `id`, `body`; set --json-key" with the first eight of
+    `names`. `kind` is `key` or `column`; the flag is the same for both.
     """
     return f"no {kind} `{key}`; found {format_names(names)}; set --json-key"
 
@@ -447,7 +448,7 @@ def check_columns(name: str, columns: Sequence[str], keys: Sequence[str]) -> Non
 def format_names(names: Iterable[str]) -> str:
     """Return the first eight names in backquotes, joined by commas, for errors.
 
-    It is `no key at all` if there are none.
+    Nothing marks that there are more. It is `no key at all` if there are none.
     """
     return ", ".join(f"`{name}`" for name in list(names)[:8]) or "no key at all"
 
@@ -484,7 +485,8 @@ def decode_utf8(data: bytes, encoding: str = "utf-8-sig") -> str:
 def guess_encoding(start: bytes) -> str:
     """Return the encoding that the first bytes of a text look like.
 
-    It is one of utf-16, utf-16le, utf-16be and utf-8, the last one also for fewer than two bytes.
+    It is utf-16 for one of its byte order marks; utf-16le or utf-16be if only the second or only
+    the first of two bytes is zero; else utf-8, also for fewer than two bytes.
     """
     if start.startswith(_UTF16_MARKS):
         return "utf-16"

@@ -62,7 +62,8 @@ class FastEncoder:
     """Encoder of documents by gigatoken if its ids match, else by tokenizers.
 
     It is built from the text of a tokenizer.json. Called with texts, it returns the ids of each as
-    uint32[tokens], without special tokens. It is picklable, and needs no transformers.
+    uint32[tokens]: special tokens are not added, and those spelled in a text are text. It is
+    picklable, and needs no transformers.
     """
 
     def __init__(self, tokenizer_json: str, use_gigatoken: bool | None = None) -> None:

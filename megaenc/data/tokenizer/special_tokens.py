@@ -26,7 +26,7 @@ _PROBED_TOKENS = 1000  # of the vocabulary, to find a text that has a token
 class SpecialTokens:
     """Mode of --special-tokens, and the token ids `before` and `after` each text.
 
-    Without arguments the `mode` is `none`, and there are no tokens.
+    The `mode` is `template`, `eod` or, by default, `none`; the ids are tuples, empty by default.
     """
 
     mode: SpecialTokensMode = "none"
@@ -72,7 +72,8 @@ class SpecialTokens:
     def strip(self, tokens: np.ndarray) -> np.ndarray:
         """Return `tokens`, ids of a text, without the special ones around it.
 
-        Those before it and those after it are removed separately, if all of them are there.
+        All ids of `before` are removed once if `tokens` begin with them, and all of `after` if they
+        end with them. The result is a slice of `tokens`.
         """
         before = len(self.before)
         after = len(self.after)
@@ -83,7 +84,10 @@ class SpecialTokens:
         return tokens
 
     def describe(self, tokenizer: "PreTrainedTokenizerFast") -> str:
-        """Return the tokens around a text for the console, such as `[CLS] ... [SEP]`."""
+        """Return the tokens around a text for the console, such as `[CLS] ... [SEP]`.
+
+        The text is `...`, also if there are no tokens.
+        """
         before = tokenizer.convert_ids_to_tokens(list(self.before))
         after = tokenizer.convert_ids_to_tokens(list(self.after))
         return " ".join([*before, "...", *after])
@@ -95,7 +99,7 @@ def read_template(tokenizer: "PreTrainedTokenizerFast") -> SpecialTokens:
     Their mode is `template`, also if there are none.
 
     Raises:
-        InputError: No text has a token.
+        InputError: The tokenizer gives no token for the texts of its own tokens.
     """
     for text in _iterate_texts(tokenizer):
         encoding = tokenizer(text)
@@ -138,7 +142,7 @@ def resolve_special_tokens(
         flag: Flag of the mode, which the error names.
 
     Raises:
-        InputError: A `mode` other than `none` and "" finds no token to add, or no text has a token.
+        InputError: `template` or `eod` finds no token to add, or `read_template` raises it.
     """
     if mode == "none":
         return SpecialTokens()
@@ -163,9 +167,9 @@ def set_special_tokens(
 ) -> "PreTrainedTokenizerFast":
     """Return a tokenizer that adds exactly `special` to a text.
 
-    It is `tokenizer` itself if it does so already, else a changed copy. Between the two texts of a
-    pair, the copy puts the tokens after a text, or if there are none those before it:
-    `A <eos> B <eos>`.
+    It is `tokenizer` itself if it does so already, whatever it adds to a pair, else a changed copy.
+    Between the two texts of a pair, the copy puts the tokens after a text, or if there are none
+    those before it: `A <eos> B <eos>`.
     """
     if special.is_same(read_template(tokenizer)):
         return tokenizer

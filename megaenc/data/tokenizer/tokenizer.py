@@ -57,7 +57,7 @@ def load_tokenizer(name_or_dir: str | Path, flag: str = "--tokenizer") -> "PreTr
 
     Raises:
         InputError: It is missing, unreadable, or no fast tokenizer (one with tokenizer.json); the
-            message begins with `flag`, which names it, or with the bad file.
+            message begins with `flag` and `name_or_dir`, or with the bad file.
     """
     name = str(name_or_dir)
     directory = Path(name)
@@ -162,7 +162,10 @@ def _build_class_config(directory: Path, flag: str) -> Any:
 
 
 def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
-    """Return the Vocabulary of a tokenizer, which does not need transformers."""
+    """Return a new Vocabulary of a tokenizer.
+
+    Code that uses the Vocabulary does not need transformers.
+    """
     ids = tokenizer.get_vocab().values()
     special = {token for token in tokenizer.all_special_ids if token is not None}
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -181,7 +184,8 @@ def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
 def get_encoder(tokenizer: "PreTrainedTokenizerFast") -> FastEncoder:
     """Return the FastEncoder of a tokenizer, which adds no special tokens.
 
-    Building one takes time; the last four are cached.
+    Building one takes time; the last four are cached by the tokenizer's JSON, so that a changed
+    tokenizer gets another one.
     """
     return _encoder(tokenizer.backend_tokenizer.to_str())
 
@@ -194,8 +198,8 @@ def encode_documents(
 ) -> list[np.ndarray]:
     """Return the ids of each text as uint32[tokens], in order.
 
-    No token is added, special tokens spelled in a text are text, and unpaired surrogates become
-    U+FFFD.
+    No token is added or cut off, special tokens spelled in a text are text, and unpaired surrogates
+    become U+FFFD.
     """
     return get_encoder(tokenizer)(texts)
 
@@ -236,11 +240,11 @@ def decode_in_spans(
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """Train and return a byte-level BPE tokenizer of at most `vocab_size` ids.
 
-    The same `texts` give the same one. `<|eos|>` (id 0) ends documents and pads, `<|mask|>` (id 1)
-    hides a token with the space before it. Encoding and decoding preserve any text, except spaces
-    before `<|mask|>`. Small corpora may give fewer ids. Words are cut at MAX_WORD_BYTES, only for
-    training. An exception of a signal handler, such as KeyboardInterrupt, ends the training within
-    about a second and is raised.
+    The same `texts` give the same one. `<|eos|>` (id 0) is for the end of documents and padding,
+    `<|mask|>` (id 1) hides a token with the space before it; neither is added to a text. Encoding
+    and decoding preserve any text, except spaces before `<|mask|>`. Small corpora may give fewer
+    ids. Words are cut at MAX_WORD_BYTES (1000), only for training. An exception of a signal
+    handler, such as KeyboardInterrupt, ends the training within about a second and is raised.
 
     Args:
         texts: Documents, read once.

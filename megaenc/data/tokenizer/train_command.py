@@ -26,7 +26,7 @@ from megaenc.processes import exit_on_sigterm
 
 @dataclass(frozen=True)
 class TrainTokenizerConfig(InputConfig):
-    """Flags of `megaenc tokenizer`."""
+    """Flags of `megaenc tokenizer`, with those of InputConfig."""
 
     output: str
     """Directory to write; must be empty or missing."""
@@ -37,9 +37,9 @@ class TrainTokenizerConfig(InputConfig):
 
 
 def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
-    """Train a tokenizer on the input, write it atomically and print its size.
+    """Train a tokenizer on the input, write it and print its number of ids.
 
-    It is written to the directory `settings.output`, which must be empty or missing.
+    It is written atomically to the directory `settings.output`, which must be empty or missing.
 
     Raises:
         InputError: Input or output is unusable, or the input has no document.

@@ -11,9 +11,10 @@ import numpy as np
 class TokenEnd(IntEnum):
     """Kind of a token by its last character, an IntEnum.
 
-    Together with the next token, it decides where a word begins (`Vocabulary.word_codes`).
-    LINE_END is a line feed or carriage return, SPACE other white space. A word begins after a BREAK
-    in any case. SAME is the kind of the token before.
+    Together with the next token, it decides where a word begins (`Vocabulary.word_codes`). Kinds
+    from 0 to 8 are LETTER, DIGIT, SIGN, SIGNS, APOSTROPHE, SPACE (white space but LINE_END),
+    LINE_END (line feed or carriage return), BREAK (such as an added token, after which a word
+    always begins) and SAME (the kind of the token before).
     """
 
     LETTER = 0
@@ -33,9 +34,10 @@ class TokenEnd(IntEnum):
 class Vocabulary:
     """Properties of a tokenizer: number of ids, ids of special tokens, fingerprint.
 
-    `read_vocabulary` builds it. Ids are 0..size-1, added tokens included. `eos_id` (EOS, else SEP)
-    and `mask_id` are None if the tokenizer lacks them; `special_ids` are all ids that are not text,
-    ascending; `fingerprint` is equal for tokenizers that give all texts the same ids.
+    `read_vocabulary` builds it. Ids, also of added tokens, are below `size`; some may be unused.
+    `eos_id` (EOS, else SEP) and `mask_id` are None if the tokenizer lacks them; `special_ids`, a
+    tuple, are all ids that are not text, ascending; `fingerprint` is equal for tokenizers that give
+    all texts the same ids.
     """
 
     size: int
@@ -57,8 +59,9 @@ class Vocabulary:
     def word_codes(self) -> bytes:
         """Return the word code of each id, little-endian uint16; empty if unknown.
 
-        `starts_words` reads them. Bits 0 to 6 tell whether a word begins with the token after each
-        of the first seven kinds of `TokenEnd`; the high byte is the token's own kind.
+        Codes are unknown if tokens do not show where words begin. `starts_words` reads them. Bits 0
+        to 6 tell whether a word begins with the token after each of the first seven kinds of
+        `TokenEnd`; the high byte is the token's own kind.
         """
         return self.code_words()
 
@@ -72,17 +75,17 @@ class Vocabulary:
         return self.hash_text_rules()
 
     def is_of_tokenizer(self, *fingerprints: str | None) -> bool:
-        """Return whether one of `fingerprints` is of a tokenizer with these ids.
+        """Return whether one of `fingerprints` is that of this tokenizer.
 
-        They may be fingerprints or text fingerprints; None is skipped.
+        It may be `fingerprint` or `text_fingerprint`; None is skipped.
         """
         return self.fingerprint in fingerprints or self.text_fingerprint in fingerprints
 
     def starts_words(self, tokens: np.ndarray) -> np.ndarray:
         """Return bool[T], whether a word begins with each of `tokens`, int64[T].
 
-        They are successive ids of a text. The first is always True. All are if `word_codes` are
-        unknown.
+        `tokens` are successive ids of a text, below `size`. The first result is always True; all
+        are if `word_codes` are unknown. An added token, such as a special one, is a word by itself.
         """
         starts = np.ones(len(tokens), dtype=bool)
         if not self.word_codes or not len(tokens):
