@@ -32,34 +32,34 @@ def _read_number(name: str, default: int) -> int:
 
 
 def is_launched() -> bool:
-    """Return whether a launcher such as torchrun has given this process a rank."""
+    """Return whether a launcher such as torchrun has given this process a RANK."""
     return bool(os.environ.get("RANK"))
 
 
 def get_rank() -> int:
-    """Return this process's rank among all processes of the run; 0 without torchrun."""
+    """Return this process's rank among all of the run (RANK); 0 if it is unset."""
     return _read_number("RANK", 0)
 
 
 def get_local_rank() -> int:
-    """Return this process's rank among those on its node; 0 without torchrun."""
+    """Return this process's rank on its node (LOCAL_RANK); 0 if it is unset."""
     return _read_number("LOCAL_RANK", 0)
 
 
 def get_world_size() -> int:
-    """Return the number of processes of the run on all nodes; 1 without torchrun."""
+    """Return the number of processes of the run (WORLD_SIZE); 1 if it is unset."""
     return _read_number("WORLD_SIZE", 1)
 
 
 def get_local_world_size() -> int:
-    """Return the number of processes of the run on this node; 1 without torchrun."""
+    """Return the number of processes on this node (LOCAL_WORLD_SIZE); 1 if unset."""
     return _read_number("LOCAL_WORLD_SIZE", 1)
 
 
 def store_poll_interval(seconds: float) -> float:
     """Return the seconds to wait between two requests of a rank to torch's store.
 
-    They are `seconds`, or more in runs of many ranks, as one process answers all.
+    They are `seconds`, or ranks / 2048 if that is more, as one process answers all.
     """
     return max(seconds, get_world_size() / 2048)
 
@@ -72,8 +72,9 @@ def is_multi_node() -> bool:
 def build_rank_variables(count: int) -> list[dict[str, str]]:
     """Return the variables that torchrun would set for `count` ranks on this machine.
 
-    There is a dictionary for each rank, in order; all name the same port, which is free now. For a
-    single rank the dictionary is empty. `os.environ` is not changed.
+    There is a dictionary for each rank, in order, of LAUNCHER_VARIABLES and MASTER_ADDR; all name
+    the same port, which is free now. For a single rank the dictionary is empty. `os.environ` is not
+    changed.
     """
     if count == 1:
         return [{}]
@@ -91,10 +92,11 @@ def build_rank_variables(count: int) -> list[dict[str, str]]:
 def forbid_restart(code: int) -> None:
     """Record the exit code for workers that torchrun restarts after a failure.
 
-    They exit with `code` in `exit_if_restart_forbidden`; this process does not exit. Otherwise,
-    with `--max-restarts`, torchrun would restart a run that was asked to stop, because its exit
-    code is not 0, and a complete one of which a process dies as it ends. The file named by
-    EXIT_CODE_FILE, if any, gets the code too, also without torchrun. Errors of writing are ignored.
+    They exit with `code` in `exit_if_restart_forbidden`; this process does not exit. Without this
+    call on one rank of each node, torchrun with `--max-restarts` would restart a run that was asked
+    to stop, because its exit code is not 0, and a complete one of which a process dies as it ends.
+    The last call counts. The file of the environment variable EXIT_CODE_FILE, if it is set, gets
+    the code too, also without torchrun. Errors of writing are ignored.
 
     The restart after a node has joined is not forbidden: torchrun stops the workers itself then,
     counts no attempt, and removes the present one's directory with the recorded code.
@@ -109,8 +111,9 @@ def forbid_restart(code: int) -> None:
 def exit_if_restart_forbidden() -> None:
     """Exit with the code that `forbid_restart` recorded in an earlier attempt, if any.
 
-    An attempt is one start of the workers by torchrun. Call it first in a run: it withdraws what an
-    earlier run in this attempt, by the same program, has left. Does nothing without torchrun.
+    An attempt is one start of the workers by torchrun. Call it first in a run, on each rank. It
+    removes the code of this attempt, which a program that makes several runs has recorded in an
+    earlier one. Does nothing without torchrun.
     """
     attempt = _attempt_directory()
     if attempt:
@@ -121,7 +124,10 @@ def exit_if_restart_forbidden() -> None:
 
 
 def is_torchrun_worker() -> bool:
-    """Return whether torchrun started this process as a worker."""
+    """Return whether torchrun started this process, or an ancestor, as a worker.
+
+    It looks for a variable that children inherit.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -138,9 +144,10 @@ def _attempt_directory() -> Path | None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent, process id `parent`, ends.
+    """Make Linux kill this process (SIGKILL) when its parent ends.
 
-    If the parent has ended already, exits at once with code 1, without any cleanup.
+    If `parent`, a process id, is not or no longer its parent's, exits at once with code 1, without
+    any cleanup.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the prctl call
@@ -150,8 +157,8 @@ def die_with_parent(parent: int) -> None:
 def die_with_launcher() -> None:
     """Make the kernel kill this worker when torchrun dies.
 
-    If torchrun is dead already, exits as `die_with_parent` does, unless a Python program has
-    adopted the worker. Does nothing without torchrun. Workers lead their own sessions and would
+    If no ancestor is a Python program, torchrun is dead already, and the worker exits as in
+    `die_with_parent`. Does nothing without torchrun. Workers lead their own sessions and would
     otherwise keep writing.
     """
     if is_torchrun_worker():

@@ -44,8 +44,8 @@ class WorkerProcess(ChildProcess):
     """Child process that calls `work(item)` for each submitted item, in order.
 
     It is a new Python interpreter, started at once: `work`, items and results must pickle, and
-    `work` must not be defined in `__main__`. `environment` and `output` are those of ChildProcess.
-    A fork would not survive threads of tokenizers or torch. A process of `multiprocessing` imports
+    `work` must not be defined in `__main__`. `kill` ends it, or else the end of this process. A
+    fork would not survive threads of tokenizers or torch. A process of `multiprocessing` imports
     the caller's `__main__` and so needs a guard there, and in its pools a process that is killed
     while it sends a result blocks all others.
     """
@@ -78,15 +78,16 @@ class WorkerProcess(ChildProcess):
     def submit(self, item: Any) -> Future:
         """Return a future for `work(item)`; exceptions of the call are the future's.
 
-        These include WorkerProcessDied. The call does not wait; items wait in a queue without
-        limit.
+        These include WorkerProcessDied. `submit` does not wait; items wait in a queue without
+        limit. After `kill` it raises RuntimeError.
         """
         return self._thread.submit(self._call, item)
 
     def kill(self) -> None:
-        """Kill the worker process and everything that it has started.
+        """Kill the worker process and everything that it has started, and wait for it.
 
-        Its futures end with WorkerProcessDied or are cancelled.
+        The future of the present item ends with WorkerProcessDied, those of the queue are
+        cancelled. It may be called only once.
         """
         super().kill()
         # Wakes the thread even if the process cannot be killed, as in a driver that hangs.
@@ -115,8 +116,9 @@ class WorkerProcess(ChildProcess):
 def serve_worker() -> None:
     """Run the main loop of a worker process.
 
-    It receives `work` and then items from the parent, and sends back each result. `sys.argv` holds
-    the parent's process id and the file descriptor of the connection.
+    It receives `work` and then items from the parent, and sends back the result or exception of
+    each, until the connection closes. `sys.argv[1:]` is the parent's process id and the file
+    descriptor of the connection.
     """
     set_up_child(int(sys.argv[1]))
     silence_libraries()
@@ -167,7 +169,8 @@ def start_pool(
     """Start `count` worker processes or threads that call `work` in the `with` block.
 
     Threads are for work that mostly releases the GIL. Functions and items for processes are
-    restricted as in WorkerProcess.
+    restricted as in WorkerProcess. At the end of the block, processes are killed, while threads
+    finish the items that they have begun.
 
     Yields:
         A function that takes an iterable of items and returns an iterator over `work(item)` in

@@ -46,8 +46,8 @@ def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
     """Run `command` for at most `seconds`; return (stdout and stderr, error text).
 
     Both streams are one text. The error text is "" after exit code 0, else `exit code N: LAST
-    LINE`. At the time limit the program is killed, the output is "" and the error text `no answer
-    in N s`.
+    LINE`, with N negative after a signal. At the time limit the program is killed, the output is ""
+    and the error text `no answer in N s`.
 
     Raises:
         OSError: The program cannot be started.
@@ -73,9 +73,10 @@ def run_program(command: Sequence[str], seconds: float) -> tuple[str, str]:
 def check_driver(context: CheckContext) -> list[Finding]:
     """Check devices, driver, memory use and errors by nvidia-smi or rocm-smi.
 
-    Problems are a program that fails, no device in nvidia-smi, and uncorrected memory errors. Notes
-    are no device in rocm-smi, over 1 GiB of a device's memory in use, and device files without
-    either program. Without program and device files there is one ok finding. A program gets 0.4 x
+    Only one is run: nvidia-smi, unless it is missing or rocm-smi and /dev/kfd exist. Problems are a
+    program that fails, no device in nvidia-smi, and uncorrected memory errors. Notes are a rocm-smi
+    that lists no device, over 1 GiB of a device's memory in use, and device files without either
+    program. Without program and device files there is one ok finding. A program gets 0.4 x
     `context.timeout` seconds.
     """
     seconds = 0.4 * context.timeout  # the other ranks wait for this one
@@ -127,8 +128,8 @@ def check_driver(context: CheckContext) -> list[Finding]:
 def parse_nvidia_smi(output: str) -> list[Finding]:
     """Return findings on devices, driver, memory and errors from nvidia-smi's CSV.
 
-    Over 1 GiB of a device's memory in use is a note, an uncorrected memory error a problem. If no
-    line has the six fields, the only finding is a problem.
+    Over 1 GiB of a device's memory in use is a note, an uncorrected memory error a problem. Lines
+    without the six fields are skipped; if no other is left, the only finding is a problem.
 
     Args:
         output: Lines of `--format=csv,noheader,nounits` with the fields `_NVIDIA_QUERY`: index,

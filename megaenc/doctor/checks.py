@@ -51,7 +51,7 @@ class Check:
     of `Finding`. `scope` tells who calls it: each rank, one rank of each node, or all ranks
     together. The check fails if the function hangs, raises an exception or ends its process. Then
     the checks that require it by `name` are left out; if all ranks ran it together, those that
-    require "meeting".
+    require the check "meeting" are, as its process group is lost.
     """
 
     subject: Subject

@@ -73,8 +73,8 @@ class DoctorConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc doctor`: print the findings; exit with 1 if one is a problem.
 
-    Under torchrun every rank calls it; rank 0 prints, writes --json and exits with 1, others
-    return. Wrong flags exit with 2.
+    Under torchrun every rank calls it; rank 0 prints, writes or replaces the file of --json and
+    exits with 1, others return. Wrong flags exit with 2.
 
     Args:
         argv: The flags; None: those of this process.
@@ -123,7 +123,7 @@ def run_checks(
     """Run this rank's checks of `subjects` and append their findings to `findings`.
 
     All ranks call it with the same `subjects`, since some checks are collective. A check that fails
-    adds a problem, and those that require it are left out.
+    adds a problem, and those that require it are left out. A progress line is shown.
 
     Args:
         subjects: Some of `SUBJECTS`; the order does not matter.

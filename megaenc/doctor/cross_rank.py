@@ -85,12 +85,12 @@ def _all_gather(value: Any) -> list[Any]:
 def check_shared_directory(context: CheckContext) -> list[Finding]:
     """Check that all ranks see a file of rank 0 in `context.save`, and its lock.
 
-    All ranks call it together. Rank 0 creates a temporary file in the directory or its nearest
-    existing parent, locks it, and removes it at the end.
+    All ranks call it together; it calls `join_group`. Rank 0 creates a temporary file in the
+    directory or its nearest existing parent, locks it, and removes it at the end.
 
     Returns:
-        On rank 0 the finding of `assess_sharing`; [] on other ranks, with one rank, or if the
-        directory is read-only.
+        On rank 0 the finding of `assess_sharing`; [] on other ranks, with one rank, or if rank 0
+        cannot create the file.
     """
     if get_world_size() == 1:
         return []
@@ -116,8 +116,8 @@ def observe_lock_file(path: Path) -> str:
     """Return how this rank sees a file that rank 0 created and holds a lock on.
 
     Returns:
-        "missing" if it does not appear within 10 s, "unlocked" if this rank can lock it or fails to
-        try, else "".
+        "missing" if it does not appear within 10 s, "" if this rank's flock of it is refused,
+        "unlocked" if it succeeds or there is another error.
     """
     deadline = time.monotonic() + _VISIBILITY_SECONDS
     while not path.exists():

@@ -29,7 +29,7 @@ _VOLATILE = {
 def nearest_existing_dir(directory: Path) -> Path:
     """Return the real path of `directory`, or of its nearest parent that exists.
 
-    A directory that this user cannot see counts as missing.
+    A path that this user cannot see counts as missing. The result may be a file.
     """
     directory = Path(os.path.realpath(directory))
     return next(place for place in (directory, *directory.parents) if os.path.exists(place))
@@ -38,9 +38,9 @@ def nearest_existing_dir(directory: Path) -> Path:
 def check_disk_space(context: CheckContext) -> list[Finding]:
     """Check type, free space and free inodes of the file system of `context.save`.
 
-    It is that of the nearest existing parent. Findings are ok, or notes: a type that loses files
-    (tmpfs, overlay), less than 40 GiB, or fewer than 10,000 inodes (otherwise there is no finding
-    on them).
+    It is that of the nearest existing parent. The finding on the type is a note if it loses files
+    (tmpfs, overlay), that on space a note below 40 GiB, else they are ok. A third one, a note, is
+    on inodes if fewer than 10,000 are free.
     """
     directory = nearest_existing_dir(Path(context.save))
     stats = os.statvfs(directory)

@@ -89,9 +89,10 @@ def _is_pitfall(value: str, values: str) -> bool:
 def check_env_vars(context: CheckContext) -> list[Finding]:
     """Return a finding per torch, network or device variable in `context.environment`.
 
-    A harmful value is a note, TRITON_INTERPRET a problem, any other value ok; HIP_ and
-    ROCR_VISIBLE_DEVICES together are a further note. Variables with names of secrets are left out,
-    and secrets in values are masked. If no variable is set, there is one ok finding.
+    It is a note if the value is harmful by `PITFALLS`, a problem if TRITON_INTERPRET is on, else
+    ok; HIP_ and ROCR_VISIBLE_DEVICES together are a further note. Names begin with one of
+    `_PREFIXES`; those of secrets are left out, and secrets in values are masked. If there is no
+    such variable, there is one ok finding.
     """
     findings = [
         _check_variable(name, value)

@@ -149,7 +149,7 @@ def _read_cgroup(root: Path, file: str) -> list[str]:
 
 
 def check_memory(context: CheckContext) -> list[Finding]:
-    """Return one ok finding on total and free memory, and the limit of a container."""
+    """Return one ok finding on total and available memory and a container's limit."""
     memory = psutil.virtual_memory()
     limit = memory_limit(context.root)
     text = f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} free"
@@ -159,7 +159,7 @@ def check_memory(context: CheckContext) -> list[Finding]:
 
 
 def check_dev_shm(context: CheckContext) -> list[Finding]:
-    """Check that /dev/shm exists, is writable, and has 1 GiB, half of it free.
+    """Check that /dev/shm exists, is writable, and has 1 GiB, 512 MiB of it free.
 
     Returns:
         One finding: ok, or a problem. Too small or too full is only a note on a machine without
@@ -191,12 +191,12 @@ def check_dev_shm(context: CheckContext) -> list[Finding]:
 
 
 def check_resource_limits(context: CheckContext) -> list[Finding]:
-    """Check this process's limits of open files and locked memory.
+    """Check this process's soft limits of open files and locked memory.
 
     Returns:
-        Two findings. Fewer open files than 512 + 8 per rank are a problem. Less than 16 GiB of
-        locked memory on a machine with InfiniBand is a problem in a job on several nodes, else a
-        note.
+        Two findings. Fewer open files than 512 + 8 per rank of the run are a problem. Less than 16
+        GiB of locked memory on a machine with InfiniBand is a problem in a job on several nodes,
+        else a note.
     """
     unlimited = resource.RLIM_INFINITY
     ranks = get_world_size()

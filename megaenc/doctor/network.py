@@ -29,7 +29,7 @@ def check_network_cards(context: CheckContext) -> list[Finding]:
 
     Ports that are down are notes. What keeps NCCL or RCCL off a card (missing plugin or device
     files, wrong NCCL_IB_GID_INDEX) is a problem in a job on several nodes, else a note. If there is
-    no card, there is one finding, a note if several nodes have accelerators.
+    no card, there is one finding, a note in a job on several nodes if this one has accelerators.
     """
     classes = context.root / "sys/class"
     # HPE's, unsupported by RCCL and NCCL without a plugin
@@ -162,7 +162,8 @@ def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
     a job on several nodes.
 
     Args:
-        ifname: Value of NCCL_SOCKET_IFNAME; None or "": NCCL chooses.
+        ifname: Value of NCCL_SOCKET_IFNAME; None or "": NCCL chooses from those that begin with
+            ib, else from all but lo and docker.
         usable: Names of interfaces that are up and have an address.
     """
     label = "NCCL meets over"
@@ -191,8 +192,8 @@ def check_nccl_interface(ifname: str | None, usable: list[str]) -> Finding:
 def matches_ifname(ifname: str, name: str) -> bool:
     """Return whether NCCL_SOCKET_IFNAME=`ifname` selects interface `name`.
 
-    `ifname` is a comma-separated list of prefixes; a leading `=` makes them full names, and `^` or
-    `^=` excludes them instead.
+    `ifname` is a comma-separated list of prefixes; `=` before the list makes them full names, and
+    `^` or `^=` before it excludes them instead. An empty one selects none.
     """
     kind, names = re.match(r"(\^=|\^|=|)(.*)", ifname).groups()
     patterns = [word.strip() for word in names.split(",") if word.strip()]
@@ -215,7 +216,7 @@ def check_gloo_interface(
         ifname: Value of GLOO_SOCKET_IFNAME, names separated by commas; None or "": gloo takes the
             interface of the host name.
         usable: Names of interfaces that are up and have an address.
-        host_addresses: IPv4 addresses of the host name.
+        host_addresses: IPv4 addresses of the host name; the first one that is not of lo counts.
         interface_by_address: Interface name of each address of this machine.
     """
     label = "gloo meets over"

@@ -23,15 +23,15 @@ _SIGN_BYTES = b"\xc2\xe2\xef\xf0"
 
 
 def compute_word_codes(backend: Tokenizer, size: int) -> bytes:
-    """Return `Vocabulary.word_codes` of a tokenizer with `size` ids.
+    """Return `Vocabulary.word_codes`, two bytes for each of `size` ids of a tokenizer.
 
     It is empty if the tokens do not show where words begin. A word is a pre-token: text that the
-    tokenizer never joins with its neighbours. Added tokens, such as special ones, are words of
-    their own; others show words as follows.
+    tokenizer never joins with its neighbours. Added tokens, such as special ones, and ids without a
+    token are words of their own; others show words as follows.
 
     - WordPiece: the tokens without `##` begin words;
-    - SentencePiece and metaspace: tokens with `▁`, and the first ones of a line, begin words;
-      punctuation belongs to the word before it;
+    - SentencePiece and metaspace: tokens with `▁`, and any token after the end of a line, begin
+      words; punctuation belongs to the word before it;
     - byte-level BPE: the tokenizer's own pre-tokenizer splits, or not, a text that ends as the
       token before (`TokenEnd`) from the token's first characters. So words differ if a split
       depends on more: an apostrophe that opens a quotation, the number of digits or signs in a row,
