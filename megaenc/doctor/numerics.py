@@ -55,8 +55,8 @@ def check_matmul(context: CheckContext) -> list[Finding]:
     """Compare matrix products in float32 and bfloat16 with float64 on this device.
 
     Findings are on errors, speed and bfloat16 support. Wrong products are a problem. Notes are an
-    accelerator without bfloat16, one below 0.4 of its peak, and a CPU's default dtype that is not
-    the faster one.
+    accelerator without bfloat16, one below 0.4 of its bfloat16 peak, if that is known, and a CPU's
+    default dtype that is not the faster one. An accelerator becomes the current CUDA device.
     """
     backend = detect_backend()
     divide_cores_among_ranks()
@@ -105,7 +105,8 @@ def check_matmul(context: CheckContext) -> list[Finding]:
 def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
     """Return the relative Frobenius error of a matrix product on `device` in `dtype`.
 
-    The factors are normal, 384 x 384; the reference is float64 on the host.
+    The factors are normal, 384 x 384, the same in every call and already rounded to `dtype`; the
+    reference is their product in float64 on the host.
     """
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(384, 384, generator=generator).to(dtype)
@@ -118,7 +119,8 @@ def matmul_error(device: torch.device, dtype: torch.dtype) -> float:
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a matrix product on `device` in `dtype`.
 
-    On an accelerator it is the best of six products of size 8192, on the CPU `measure_cpu_flops`.
+    On an accelerator it is the fastest of six products of size 8192, on the CPU
+    `measure_cpu_flops`.
     An accelerator becomes the current CUDA device.
     """
     if device.type == "cpu":
@@ -144,7 +146,7 @@ def prepare_attention(context: CheckContext) -> list[Finding]:
 def check_attention_backend(context: CheckContext, name: str) -> list[Finding]:
     """Compare an attention backend with the reference in all masks, in bfloat16.
 
-    sdpa is compared in float32 too.
+    sdpa is compared in float32 too. An exception of the backend counts as a wrong result.
 
     Args:
         name: One of `ATTENTION_BACKENDS`.
@@ -211,7 +213,7 @@ def check_fused_kernel(context: CheckContext, name: str) -> list[Finding]:
     """Compare a fused kernel's output and gradients with a reference.
 
     They are computed in bfloat16 and float32. The finding is ok, a problem if a result is wrong, or
-    a note if the kernel cannot run. There is none on a CPU without Triton's interpreter.
+    a note if the kernel raises an exception. There is none on a CPU without Triton's interpreter.
 
     Args:
         name: Field of `FusedKernels`.
@@ -244,8 +246,8 @@ def check_fused_kernel(context: CheckContext, name: str) -> list[Finding]:
 def check_fp8_products(context: CheckContext) -> list[Finding]:
     """Compare the float8 products of both values of --fp8-format with a reference.
 
-    The finding is ok if they are right or unsupported by this device, a note if they are wrong or
-    not computed by Triton's kernels.
+    There is one finding: ok if they are right or unsupported by this device, a note if they are
+    wrong or, on an accelerator, computed by torch's kernels instead of Triton's.
     """
     backend = _init_backend()
     label = "float8 products"

@@ -61,8 +61,9 @@ def parse_findings(content: bytes, rank: int) -> RankFindings:
 def merge_findings(rank_findings: Sequence[RankFindings]) -> list[Finding]:
     """Merge the findings of all ranks by subject and name, in order of appearance.
 
-    If all ranks agree, there is one finding of a name. Otherwise it has the result of most ranks
-    (ok ones first), and a second one, "NAME elsewhere", the others with their ranks and hosts.
+    If all ranks agree, there is one finding of a name. Otherwise it has the most frequent ok
+    result, or without one the most frequent of all, and a second one, "NAME elsewhere", has the
+    others with their ranks and hosts, at the worst of their levels and of `mismatch_level`.
     Different ok results, and a missing one, count as disagreement only if a `mismatch_level` is not
     "ok".
     """
@@ -120,7 +121,7 @@ def _merge_finding(
 
 
 def format_report(findings: Sequence[Finding]) -> str:
-    """Return findings as text by subject, then the problems with their advice.
+    """Return findings and their advice as text by subject, then the problems again.
 
     Lines have up to 100 characters; the last one has no newline.
 
@@ -164,7 +165,9 @@ def format_json(
 ) -> str:
     """Return findings as JSON text: merged, and as each rank has them.
 
-    The keys are `worst`, the worst level, `findings` and `ranks`, after those of `metadata`.
+    The keys are `worst`, the worst level, `findings` and `ranks`, after those of `metadata`. A
+    finding has `subject`, `what` (its name), `level`, `found` (its result) and `advice`, a rank
+    `rank`, `host` and `findings`.
 
     Args:
         rank_findings: Findings of each rank.

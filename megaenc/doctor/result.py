@@ -49,7 +49,8 @@ def note(name: str, result: str, advice: str, mismatch_level: Level = "ok") -> F
     """Return a Finding of level "note", or of level "ok" if `advice` is empty.
 
     Args:
-        mismatch_level: Lowest level to report if another rank's result differs.
+        mismatch_level: Level at which another rank's different result is reported, unless its own
+            is worse.
     """
     return Finding(name, result, "note" if advice else "ok", advice, mismatch_level)
 
@@ -58,13 +59,14 @@ def problem(name: str, result: str, advice: str, mismatch_level: Level = "ok") -
     """Return a Finding of level "problem", which stops or spoils a run.
 
     Args:
-        mismatch_level: Lowest level to report if another rank's result differs.
+        mismatch_level: Level at which another rank's different result is reported, unless its own
+            is worse.
     """
     return Finding(name, result, "problem", advice, mismatch_level)
 
 
 def multi_node_problem(name: str, result: str, advice: str) -> Finding:
-    """Return a problem in a job on several nodes, else a note (ok without `advice`)."""
+    """Return a `problem` in a job on several nodes, else a `note`, by `is_multi_node`."""
     return (problem if is_multi_node() else note)(name, result, advice)
 
 
@@ -96,7 +98,7 @@ def read_kernel_file(file: Path) -> str:
 
 
 def has_accelerators(context: CheckContext) -> bool:
-    """Return whether `context.root`/dev has device files of NVIDIA or AMD.
+    """Return whether `context.root`/dev has devices: NVIDIA's nvidiaN or AMD's kfd.
 
     No driver is called. torch may be unable to use these devices.
     """

@@ -19,8 +19,9 @@ _MAX_TAIL_BYTES = 4096  # bytes searched for the last line of output
 class CheckRunner:
     """Context manager that calls functions in a child process.
 
-    The child is started when it is needed and killed at the end. Its environment is that of the
-    command before megaenc changed it, the constructor's argument.
+    The child is started when it is needed, keeps its state between calls and is killed at the end.
+    Its output is not shown. Its environment is that of the command before megaenc changed it, the
+    constructor's argument.
     """
 
     def __init__(self, environment: Mapping[str, str]):
@@ -38,8 +39,8 @@ class CheckRunner:
         """Call `function`, "module:name", in the child; return (its result, failure).
 
         `arguments` and result are pickled. The failure is text, "" if the call succeeds. It fails
-        if it does not return within `seconds`, raises an exception or ends its process; then the
-        result is None and the child is killed, which loses its state.
+        if it does not return within `seconds`, start of a new child included, raises an exception
+        or ends its process; then the result is None and the child is killed, which loses its state.
         """
         if self._worker is None:
             self._output = os.memfd_create("megaenc-doctor")  # every disk may be full
@@ -62,7 +63,7 @@ class CheckRunner:
         return result, failure
 
     def kill(self) -> None:
-        """Kill the child and its children, so that the next call has a new one."""
+        """Kill the child, if any, and its children; the next call has a new one."""
         if self._worker is not None:
             self._worker.kill()
             self._worker = None

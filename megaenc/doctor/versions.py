@@ -103,7 +103,8 @@ def check_package(context: CheckContext, name: str) -> list[Finding]:
 def check_requirements() -> Finding:
     """Check that megaenc's requirements are installed in supported versions.
 
-    It is a problem if not, and a note if megaenc runs from its source directory.
+    The finding is a problem if they are not. It is a note if megaenc itself is not installed and
+    runs from its source directory; its requirements are then unknown.
     """
     try:
         texts = metadata.requires("megaenc") or ()

@@ -40,7 +40,8 @@ _Table = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], list[tupl
 class EmbedEvalConfig:
     """Options of `megaenc embed eval`: models, data, embedding, baseline and output.
 
-    Each field is a flag; `data` or `tasks` must be given, and `model` unless BM25 has data to rank.
+    Each field is a flag; `data` or `tasks` must be given, and `model` unless BM25 has data to rank,
+    which only `eval_main` checks.
     """
 
     config: str = ""
@@ -69,8 +70,8 @@ class EmbedEvalConfig:
 def eval_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed eval`: score models on data sets and print the tables.
 
-    With --output, the results are written to a file too, which may exist only with --overwrite.
-    Wrong input exits with 2.
+    With --output, the results are written to a file too: .json, .csv or .md. It may exist only with
+    --overwrite. Wrong input exits with 2.
 
     Args:
         argv: The flags; None: those of this process.
@@ -336,7 +337,7 @@ def format_results(
 ) -> str:
     """Return the results as the text of a file: JSON, CSV or Markdown tables.
 
-    JSON has all numbers, CSV a line for each row, without the scores of queries.
+    CSV has a line for each row. Only JSON has the scores of queries.
 
     Args:
         rows: Rows of results, at least one.

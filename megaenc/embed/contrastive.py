@@ -152,9 +152,10 @@ class ContrastiveBatch:
     def compute_loss(self, vectors: Tensor, config: ContrastiveConfig) -> Tensor:
         """Return the InfoNCE loss of the embeddings of a batch, a scalar with a graph.
 
-        It is the mean over queries, summed over sizes. It equals sentence-transformers'
-        MultipleNegativesRankingLoss without masked scores, and with several sizes its
-        MatryoshkaLoss over all of them and the full size.
+        It is the mean over queries, summed over `matryoshka_dims` and the full size, and averaged
+        with the loss of finding each document's query if `symmetric`. Without masked scores it
+        equals sentence-transformers' MultipleNegativesRankingLoss or, with several sizes,
+        MatryoshkaLoss.
 
         Args:
             vectors: Embeddings of `texts`, in order, of all ranks, [T, size]; they are normalized

@@ -84,7 +84,7 @@ class EmbeddingConfig:
 def fetch_model(name_or_directory: str) -> str:
     """Return the path of a model's directory, downloaded from the Hub for ORG/NAME.
 
-    If ORG/NAME or ORG is an existing directory, it is a path, not a name of the Hub.
+    If ORG/NAME or ORG is an existing directory, ORG/NAME is a path, not a name of the Hub.
 
     Raises:
         InputError: There is neither such a directory nor such a model, or the directory holds no
@@ -393,7 +393,7 @@ class Embedder:
         Args:
             rows: Token ids of each text, as `tokenize` returns them.
             progress: Called after each forward pass with the number of tokens embedded so far.
-            unit_length: False leaves the pooled states unscaled.
+            unit_length: False: they are only cut, not scaled.
 
         Raises:
             InputError: An embedding is NaN or inf.

@@ -75,7 +75,8 @@ class RetrievalSet:
 
         Args:
             rankings: For each query in order, the indices in `documents` of at least RANKING_DEPTH
-                + 1 documents, or of all that are retrieved, best first.
+                + 1 documents, or of all that are retrieved, best first; that of
+                `find_excluded_document` among them is skipped.
         """
         values: dict[str, list[float]] = {name: [] for name in METRICS}
         for best, excluded, grade_of in zip(
@@ -144,10 +145,10 @@ def build_rows(
 
 
 def bootstrap_mean(values: np.ndarray) -> tuple[float, float]:
-    """Return (low, high), the percentile bootstrap 95 % interval of a mean.
+    """Return (low, high), the bootstrap 95 % interval of the mean of `values`.
 
-    It is the mean of `values`, float64[n], n at least 1, and the interval is in their unit. The
-    10,000 draws are the same in every call.
+    `values` are float64[n], n at least 1; low and high, percentiles, have their unit. The 10,000
+    draws are the same in every call.
     """
     random = np.random.default_rng(0)
     means = np.concatenate(
@@ -204,8 +205,9 @@ def rank_by_bm25(
 
     They are at most RANKING_DEPTH + 1 indices of documents, int64; equal scores rank by index. A
     document without a word of the query is not retrieved. Formula and words are those of Lucene's
-    English analyzer as bm25s has them: lower case, two letters or more, without 33 stop words, cut
-    by Porter's stemmer. The first item raises InputError if the package bm25s is not installed.
+    English analyzer as bm25s has them: lower case, two letters or digits or more, without 33 stop
+    words, cut by Porter's stemmer. The first item raises InputError if the package bm25s is not
+    installed.
 
     Args:
         progress: Called with the number of queries ranked so far.

@@ -77,8 +77,8 @@ class Evaluation:
     """Evaluation: settings, fingerprints, and scores by model, data set, measure.
 
     `read_evaluation` reads it from a file of `megaenc embed eval`. `settings` are the flags that
-    change embeddings; `data` and `fingerprints` are the fingerprints of retrieval sets and models,
-    by name.
+    change embeddings; `data` has the fingerprint of each retrieval set, `fingerprints` those of
+    each model, by name. The keys of `scores` are (model, data set, measure).
     """
 
     settings: Mapping[str, Any]
@@ -90,7 +90,7 @@ class Evaluation:
     scores: Mapping[Place, QueryScores]
 
     def datasets_of(self, model: str) -> set[str]:
-        """Return the names of the retrieval sets that the model `model` has scores on."""
+        """Return the names of retrieval sets with scores of `model`; empty if unknown."""
         return {dataset for scored, dataset, _ in self.scores if scored == model}
 
 
