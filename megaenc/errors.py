@@ -31,7 +31,7 @@ class InputError(Exception):
 
 
 class LocalInputError(InputError):
-    """InputError that possibly only one rank raises, and that this rank prints.
+    """InputError that maybe not all ranks raise; each rank that does prints it.
 
     It is for example about a rank's part of the data.
     """
@@ -40,7 +40,7 @@ class LocalInputError(InputError):
 def format_error(error: BaseException, max_length: int = 200) -> str:
     """Return the message of `error` as one line of at most `max_length` characters.
 
-    It is the name of its type if the message is empty.
+    It is the name of its type if the message is empty, and ends in `...` if it is cut.
     """
     return truncate_text(" ".join(str(error).split()) or type(error).__name__, max_length)
 
@@ -48,7 +48,7 @@ def format_error(error: BaseException, max_length: int = 200) -> str:
 def closest_match(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the candidate most similar to the misspelled `word`.
 
-    Empty if none reaches similarity `cutoff`, from 0 to 1 (`difflib`).
+    Empty if none reaches similarity `cutoff`, from 0 to 1 (`difflib`, case-sensitive).
     """
     return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)), "")
 
@@ -65,7 +65,8 @@ def suggest_closest(word: str, candidates: Iterable[str]) -> str:
 def first_error_line(error: BaseException, max_length: int = 200) -> str:
     """Return the first nonempty line of the error's message, of at most `max_length`.
 
-    It is the name of its type if there is none. `max_length` is in characters.
+    It is the name of its type if there is none, and ends in `...` if it is cut. `max_length` is in
+    characters.
     """
     lines = (line.strip() for line in str(error).splitlines())
     return truncate_text(next(filter(None, lines), type(error).__name__), max_length)
@@ -74,11 +75,12 @@ def first_error_line(error: BaseException, max_length: int = 200) -> str:
 def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
     """Wrap the function of a command so that it reports errors and interrupts.
 
-    An InputError prints one line and exits with 2, as a full disk does; Ctrl-C prints `stopped` and
-    exits with 130, and a reader that leaves, as `| head` does, ends the command with 141. Other
-    exceptions pass. torchrun turns the 2 into 1 and adds a summary; it does not restart a command
-    that calls `exit_if_restart_forbidden`. Called without arguments or with `argv=None`, `main` is
-    the whole program, and Ctrl-C is handled until the process ends.
+    An InputError prints one line on stderr and exits with 2, as a full disk does; Ctrl-C prints
+    `stopped` there and exits with 130, and a reader that leaves, as `| head` does, ends the command
+    with 141. Other exceptions pass. torchrun turns the 2 into 1 and adds a summary; it does not
+    restart a command that calls `exit_if_restart_forbidden`. Called without arguments or with
+    `argv=None`, `main` is the whole program, and Ctrl-C is handled until the process ends,
+    otherwise only during the call.
     """
 
     @functools.wraps(main)

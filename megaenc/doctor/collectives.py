@@ -20,9 +20,10 @@ _MODULUS = 251  # small integers: exact sums in any order
 def check_collectives(context: CheckContext) -> list[Finding]:
     """Check results, latency and bandwidth of each collective on this rank's device.
 
-    All ranks call it together; it makes a process group and sets the CUDA device. Each rank returns
-    its own findings, one each for all-reduce, reduce-scatter, all-gather and, with several ranks,
-    send and receive. It is a problem if results are wrong, else ok, at any speed.
+    All ranks call it together; it calls `join_group` and, on accelerators, makes a group of NCCL or
+    RCCL and sets the CUDA device. Each rank returns its own findings, one each for all-reduce,
+    reduce-scatter, all-gather and, with several ranks, send and receive. A finding is a problem if
+    results are wrong, else ok, at any speed.
 
     Raises:
         RuntimeError: Ranks do not join within `context.timeout` seconds.

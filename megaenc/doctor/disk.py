@@ -129,7 +129,7 @@ def check_file_system(context: CheckContext) -> list[Finding]:
 def check_locks(directory: Path) -> Finding:
     """Lock a file in `directory` twice; return a problem unless the second lock fails.
 
-    The file, `lock`, is not removed.
+    The locks are those of flock. The file, `lock`, is not removed.
     """
     advice = (
         "two commands could train in one directory: mount it with locks (Lustre: -o flock; NFS: "

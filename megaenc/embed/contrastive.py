@@ -57,7 +57,7 @@ class ContrastiveData:
 
         Args:
             tokenize: Function from texts to the token ids of each, as `Embedder.tokenize`.
-            prefixes: Texts before queries and before documents.
+            prefixes: Texts before queries and before documents, hard negatives too.
             negatives: Maximum number of hard negatives of a pair that are used, the first ones.
 
         Raises:

@@ -88,7 +88,7 @@ def fetch_model(name_or_directory: str) -> str:
 
     Raises:
         InputError: There is neither such a directory nor such a model, or the directory holds no
-            model.
+            model (see `check_model_directory`).
     """
     parent, _, name = name_or_directory.rpartition("/")
     # False for a name that is too long
@@ -110,8 +110,8 @@ def fetch_model(name_or_directory: str) -> str:
 def read_embedding_config(directory: str) -> EmbeddingConfig:
     """Return the EmbeddingConfig that a model's directory defines.
 
-    It is that of sentence-transformers if the directory has modules.json, else the default. The
-    model's weights are not read.
+    It is that of sentence-transformers if the directory has modules.json, else the default,
+    `EmbeddingConfig()`. The model's weights are not read.
 
     Raises:
         InputError: transformers does not know config.json, a module or pooling is not supported, or

@@ -53,9 +53,9 @@ class EvaluationRow:
 class QueryScores:
     """Scores by query of one model on one data set by one measure.
 
-    `values`, float64[queries], and `interval`, the (low, high) bootstrap interval of their mean,
-    are fractions; `interval` is None for a single query and for a random ranking. `fingerprint` is
-    that of the data set.
+    `values`, float64[queries] in the order of `query_ids`, and `interval`, the (low, high)
+    bootstrap interval of their mean, are fractions; `interval` is None for a single query and for a
+    random ranking. `fingerprint` is that of the data set.
     """
 
     values: np.ndarray

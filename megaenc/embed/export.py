@@ -41,8 +41,9 @@ def export_embedder(
 ) -> None:
     """Write a trained embedding model for sentence-transformers, in float32.
 
-    The directory also has training.json, training.jsonl and a model card. If the reloaded model
-    gives other tokens or embeddings, InputError is raised and no directory is written.
+    Only rank 0 calls it. The directory also has training.json, training.jsonl and a model card. If
+    the reloaded model gives other tokens or embeddings, InputError is raised and no directory is
+    written.
 
     Args:
         target: New directory.

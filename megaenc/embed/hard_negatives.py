@@ -62,9 +62,10 @@ class MineConfig:
 
 @handle_command_errors
 def mine_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed mine`: write the pairs with hard negatives and print counts.
+    """Run `megaenc embed mine`: write all pairs with new hard negatives, print counts.
 
-    The file may exist only with --overwrite. Wrong input exits with 2.
+    Hard negatives in --data are replaced; a pair may get none. The file of --output, .jsonl, may
+    exist only with --overwrite. Wrong input exits with 2.
 
     Args:
         argv: The flags; None: those of this process.
@@ -150,11 +151,12 @@ def mine_negatives(
     """Return the hard negatives of each pair, the most similar to the query first.
 
     They are the first `settings.negatives` documents of ranks `skip` + 1 to `depth` whose cosine
-    with the query is at most `margin` of that of the pair's document; there may be fewer, or none.
-    Ranks leave out the query's documents in all pairs, and its own text. The search is exact; equal
-    cosines rank by index.
+    with the query is at most c - (1 - `margin`) x |c|, if c is that of the pair's document; there
+    may be fewer, or none. Ranks leave out the query's documents in all pairs, and its own text. The
+    search is exact; equal cosines rank by index.
 
     Args:
+        pairs: Their own hard negatives are not regarded.
         queries, documents: Distinct texts without prefixes, among them those of all pairs.
         query_vectors, document_vectors: Their embeddings of length 1, float32[texts, size].
         progress: Called with the number of queries done so far.

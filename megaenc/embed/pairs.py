@@ -57,10 +57,11 @@ class PairData:
 def load_pairs(sources: Sequence[str]) -> PairData:
     """Return the distinct pairs of all sources, in order, and print their counts.
 
-    A source is a file or BEIR directory, else a repository of the Hugging Face Hub, whose split
-    `train` is read: ORG/NAME or ORG/NAME:CONFIG, with or without @REVISION. Files may be .jsonl,
-    .csv, .tsv, .parquet, or SQuAD's .json, whose unanswerable questions are left out. Pairs that
-    differ only in their hard negatives are distinct.
+    A source is a file or a BEIR directory with qrels/train.tsv, else a repository of the Hugging
+    Face Hub, whose split `train` is read: ORG/NAME or ORG/NAME:CONFIG, with or without @REVISION.
+    Files may be .jsonl, .csv, .tsv, .parquet, or SQuAD's .json, whose unanswerable questions are
+    left out. Columns are `query`, `document` and maybe `negatives`, or those of
+    sentence-transformers. Pairs that differ only in their hard negatives are distinct.
 
     Raises:
         InputError: A source is missing, invalid or without a pair, or there are fewer than two

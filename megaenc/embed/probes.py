@@ -108,7 +108,7 @@ class ProbeTask:
 
         The interval of a probe is Student's t over its experiments, that of a Spearman correlation
         Fisher's with the variance of Bonett and Wright (2000). There is none for other measures,
-        nor for a task of several splits or languages.
+        nor for a task of several splits or languages, whose mean score is returned.
 
         Args:
             model: Name of the model in the row.
@@ -181,8 +181,8 @@ class _MTEBEncoder:
 
         Args:
             inputs: Batches, whose texts are under the key `text`.
-            prompt_type: mteb's PromptType, query or document; None: neither, with the default
-                prefix.
+            prompt_type: mteb's PromptType, query or document; None: neither, and
+                `config.default_prefix` is added.
             options: Ignored.
         """
         config = self.embedder.config
@@ -216,7 +216,7 @@ class _MTEBEncoder:
 
 
 def is_labelled_set(path: Path) -> bool:
-    """Return whether `path` is a file, or a directory without any of BEIR's files.
+    """Return whether `path` is a file, or a directory without any of `_BEIR_FILES`.
 
     If so, `load_labelled_set` is to read it, else `RetrievalSet.load`; both check the content. It
     is False for a missing path.
@@ -229,16 +229,16 @@ def is_labelled_set(path: Path) -> bool:
 def load_labelled_set(name: str, path: Path) -> ProbeTask:
     """Return the ProbeTask of labelled data: similarity of pairs, or a logistic probe.
 
-    Pairs of texts need scores, labels with a decimal point; single texts need classes and a train
-    split. The test split is evaluated, or the validation split if there is none.
+    Rows have `text`, `label` and, in pairs, `text_pair`. Labels of pairs must be scores, with a
+    decimal point; those of single texts are classes, and need a train split. The test split is
+    evaluated, or the validation split if there is none.
 
     Args:
         name: Name of the task in tables.
         path: Directory with a file per split, or a file, which is the test split.
 
     Raises:
-        InputError: The data is invalid or of another kind, labels do not differ, or mteb is
-            missing.
+        InputError: Data are invalid or of another kind, labels are all equal, or mteb is missing.
     """
     files = find_split_files(path)
     file = files.get("test") or files.get("validation")

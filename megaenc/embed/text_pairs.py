@@ -65,7 +65,7 @@ class TextPairsConfig(InputConfig):
 def pairs_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed pairs`: write pairs of the input's texts and print counts.
 
-    The file may exist only with --overwrite. Wrong input exits with 2.
+    The file, .jsonl, may exist only with --overwrite. Wrong input exits with 2.
 
     Args:
         argv: The flags; None: those of this process.
@@ -203,9 +203,9 @@ def split_into_units(text: str, min_words: int, max_words: int) -> list[str]:
 
     Paragraphs are separated by an empty line; short ones are joined with the next, at the end with
     the one before. Long ones are cut at the sentence end nearest to the middle, again and again, or
-    at the middle if no sentence ends near it. A text of one paragraph is cut once, at a sentence
-    end; if none leaves `min_words` on both sides, the list is empty. `max_words` must be at least
-    four times `min_words`, which is not checked.
+    at the middle if no sentence ends near it. If a single paragraph results, it is cut once, at a
+    sentence end; if none leaves `min_words` on both sides, the list is empty, as for a text with
+    fewer words. `max_words` must be at least four times `min_words`, which is not checked.
     """
     units = []
     short = ""

@@ -50,10 +50,11 @@ def iterate_contrastive_batches(
     """Yield the batch of each step from `first_step`, counted from 0, to the last.
 
     Pairs are shuffled in every epoch by the seed, the same on all ranks. A batch without a
-    negative, whose loss would be constant, takes the pairs of its neighbours in the epoch too.
+    negative, whose loss would be constant, has the pairs of its neighbours in the epoch too; the
+    neighbours keep them.
 
     Raises:
-        InputError: There is no negative in a whole epoch.
+        InputError: From the iterator; there is no negative in a whole epoch.
     """
     boundaries = compute_batch_boundaries(len(data.queries), config.batch_size)
     batches = len(boundaries) - 1
@@ -86,10 +87,11 @@ def iterate_contrastive_batches(
 class ContrastiveTrainer:
     """Model, data and optimizer of a contrastive training.
 
-    All ranks call `step` with the same batch, once for each of `steps`, then `finish`. Each rank
-    embeds its part of a batch's texts; the loss is that of the whole batch, and the gradients of
-    the weights are summed over ranks. `step` returns a loss or norm that is NaN or inf; `train`
-    raises for it. The constructor sets `embedder` to training mode.
+    All ranks, in a process group if there are several, call `step` with the same batch, `steps`
+    times in all, then `finish`. Each rank embeds its part of a batch's texts; the loss is that of
+    the whole batch, and the gradients of the weights are summed over ranks. `step` returns a loss
+    or norm that is NaN or inf; `train` raises for it. The constructor sets `embedder` to training
+    mode.
 
     Raises:
         InputError: There is no negative in a whole epoch, a size is larger than the embeddings, or
@@ -122,7 +124,8 @@ class ContrastiveTrainer:
         """Take step `step`, counted from 1; return (loss, unclipped gradient norm).
 
         All ranks call it with the same batch, and get the same numbers. No weight changes if either
-        number is NaN or inf; nothing is raised. The norm is NaN if the loss is not finite.
+        number is NaN or inf; nothing is raised. The norm is NaN if the loss is not finite. It seeds
+        torch by step and rank.
         """
         words = random_words(
             self.config.seed, "contrastive dropout", 1, counters=(step, get_rank())
@@ -212,8 +215,8 @@ class StateDirectory:
     def load(self, trainer: ContrastiveTrainer) -> TrainingProgress:
         """Set the trainer to the saved state and return its progress.
 
-        All ranks call it. Without a state the trainer stays as it is, and the progress is that of
-        step 0. Rank 0 cuts rows of later steps off the log.
+        All ranks call it and read the file. Without a state the trainer stays as it is, and the
+        progress is that of step 0. Rank 0 cuts rows of later steps off the log.
 
         Raises:
             InputError: The state cannot be read.
@@ -279,9 +282,9 @@ def train(
 ) -> TrainingProgress:
     """Train from the saved state, if there is one, to the last step.
 
-    All ranks call it together and get the progress at the last step. It writes the log and saved
-    states to `state`, and shows a progress line. Without a saved state it starts at step 1; one
-    that cannot be read is an InputError.
+    All ranks call it together and get the progress at the last step; it does not call `finish`. It
+    writes saved states and the log (step, loss, gradient_norm, learning_rate) to `state`, and shows
+    a progress line.
 
     Args:
         save_interval: Steps between saved states; the last step is saved too.
@@ -289,6 +292,7 @@ def train(
 
     Raises:
         NonFiniteTrainingError: A loss or gradient norm is NaN or inf.
+        InputError: The saved state cannot be read.
     """
     progress = state.load(trainer)
     data = trainer.data

@@ -51,9 +51,9 @@ class EmbedTrainConfig:
 def train_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed train`: train or resume unless finished, and write the model.
 
-    All ranks call it. An unfinished training is resumed from OUTPUT.state. The process exits with 1
-    if the loss or gradient norm is NaN or inf, with 2 at wrong input, such as an output of
-    something else or of other settings.
+    All ranks call it. An unfinished training is resumed from OUTPUT.state, a finished one only
+    reported. The process exits with 1 if the loss or gradient norm is NaN or inf, with 2 at wrong
+    input, such as an output of something else or of other settings.
 
     Args:
         argv: The flags; None: those of this process.

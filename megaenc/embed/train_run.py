@@ -55,9 +55,10 @@ _CONTENTS = {"model": "weights or config.json", "tokenizer": "tokenizer", "data"
 def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
     """Train a model, from its saved state if there is one, and export it to `output`.
 
-    All ranks call it together. If `output` has a model of the same settings, it is only reported.
-    The state is in OUTPUT.state until the end. The process exits with 1 if the loss or gradient
-    norm is NaN or inf, and the state is then removed.
+    All ranks call it together; if there are several, it makes their process group. If `output` has
+    a model of the same settings, it is only reported. The state is in OUTPUT.state until the end.
+    The process exits with 1 if the loss or gradient norm is NaN or inf, and the state is then
+    removed.
 
     Raises:
         InputError: The output or the state is of other settings, or the model or data cannot be

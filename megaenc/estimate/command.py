@@ -89,8 +89,8 @@ class EstimateConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the estimate of a run and a suggested layout, and write them to --output.
 
-    A run with several `phases` is printed phase by phase, with a sum. An existing file is replaced.
-    Wrong input exits with 2.
+    A run with several `phases` is printed phase by phase, with a sum. The file is JSON; an existing
+    one is replaced. Wrong input exits with 2.
 
     Args:
         argv: The flags; None: those of this process.
@@ -197,8 +197,9 @@ def parse_estimate_config(argv: Sequence[str], prog: str) -> EstimateConfig:
 def build_report(config: EstimateConfig) -> EstimateReport:
     """Return a run's EstimateReport, with the simplest layout unless --no-suggest.
 
-    Corpora of --data-path are read if they exist. The `phases` of the config are not regarded:
-    `main` makes a config of each.
+    No layout is suggested if none fits. Corpora of --data-path are read if they exist, else
+    document lengths are assumed as in `build_length_model`. The `phases` of the config are not
+    regarded: `main` makes a config of each.
 
     Raises:
         InputError: Corpora, schedule or device are unusable.
@@ -234,8 +235,8 @@ def build_report(config: EstimateConfig) -> EstimateReport:
 def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
     """Return (vocabulary size without padding, text such as `vocabulary of 8,192`).
 
-    The size is --vocab-size, else the corpus's, else the default of --model. The text has the
-    source, unless it is --vocab-size.
+    The size is --vocab-size, else the largest of the corpora's, else the default of --model. The
+    text has the source, unless it is --vocab-size.
 
     Raises:
         InputError: The metadata of a corpus are invalid.
@@ -252,8 +253,9 @@ def resolve_vocab_size(config: EstimateConfig) -> tuple[int, str]:
 def build_workload(config: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
     """Return the Workload of a run: phases of its schedule, and validations.
 
-    The batches of a validation are summed over its objectives. Each pass of a pseudo-perplexity is
-    counted as an objective, and all of them on each set of --valid-data-path.
+    The batches of a validation are summed over its objectives and the sets of --valid-data-path.
+    Each pass of a pseudo-perplexity counts as an objective. The `phases` of the config are not
+    regarded.
 
     Args:
         vocab_size: Vocabulary without padding.
