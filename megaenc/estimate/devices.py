@@ -30,8 +30,8 @@ class Device:
     """Device type, with figures of the maker's data sheet.
 
     `name` is the maker's, for the report; `peak` FLOP/s, dense in bfloat16; `gib` the memory in
-    GiB; `per_node` the usual number of devices in a node. `utilizations` are measurements by model
-    size.
+    GiB; `per_node` the usual number of devices in a node. `utilizations` are measurements of
+    models of several sizes, () without any.
     """
 
     name: str

@@ -12,8 +12,9 @@ from megaenc.training.config import PretrainConfig
 class PipelineStage:
     """Layers and parameters of one rank of a pipeline stage.
 
-    `index` counts from 0. `layers` are those of all virtual stages. `parameters` are those of one
-    tensor-parallel rank: its shard of matrices, and norms, which are replicated.
+    `index` counts from 0. `layers` is the number in all virtual stages, `parameters` that of one
+    tensor-parallel rank: its shard of matrices, and norms, which are replicated. They include the
+    embedding and the head if the stage has them.
     """
 
     index: int
@@ -30,10 +31,10 @@ class PipelineStage:
 class LayoutCase:
     """Model and batch of a run in a parallel layout on some devices.
 
-    `vocab_size` is without padding, `gpus` the number of all devices, `split` the layers of each
-    virtual stage in forward order. `global_batch_size`, and `micro_batch_size` of a data-parallel
-    rank, are in packs of `seq_length` tokens. `bf16` is whether weights and activations are
-    bfloat16, else float32.
+    `vocab_size` is without padding, `gpus` the number of all devices, `split` that of the layers of
+    each virtual stage in forward order. `global_batch_size`, and `micro_batch_size` of a
+    data-parallel rank, are in packs of `seq_length` tokens. `bf16` is whether weights and
+    activations are bfloat16, else float32.
     """
 
     shape: ModelConfig
@@ -56,6 +57,9 @@ class LayoutCase:
 
         Args:
             vocab_size: Vocabulary without padding, which the case adds.
+
+        Raises:
+            InputError: The layout cannot split the layers into stages.
         """
         return cls(
             shape=config.shape,
@@ -81,7 +85,7 @@ class LayoutCase:
 
     @property
     def data_parallel_size(self) -> int:
-        """Return the number of model replicas."""
+        """Return the number of model replicas, rounded down if `gpus` is no multiple."""
         return self.gpus // (self.tensor_parallel_size * self.num_stages)
 
     @property

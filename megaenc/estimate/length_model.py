@@ -41,10 +41,10 @@ class LengthModel:
     """Averages per pack that follow from the lengths of documents.
 
     Attention is within documents, and within pieces of documents that are cut at the ends of packs.
-    `pieces` is the number of both, `squares` the sum of their squared lengths, `local_pairs` that
-    of the ordered token pairs within the window of local layers. `special` counts special tokens,
-    which are never masked, `special_starts` those that begin a document. `source` is text for the
-    report.
+    `pieces` is the number of both, `squares` the sum of their squared lengths. `local_pairs` is the
+    number of ordered token pairs within the window of local layers, each token with itself
+    included; 0 without such layers. `special` counts special tokens, which are never masked,
+    `special_starts` those that begin a document. `source` is text for the report.
     """
 
     squares: float
@@ -66,16 +66,16 @@ def build_length_model(
 ) -> LengthModel:
     """Return the LengthModel of given document lengths, or else of corpora.
 
-    If there are no corpora, a pack is one document. Random-length packing has two chunks per pack
-    for any documents.
+    If --data-path is empty or a corpus of it is not on this disk, a pack is one document. With
+    random-length packing it is two chunks, whatever the documents are.
 
     Args:
-        data: Packing, sequence length and corpora, which are read if all of them exist.
-        document_tokens: Lengths of documents, equally likely; () to read the corpora.
+        data: Packing, sequence length and corpora.
+        document_tokens: Lengths of documents with an EOS, equally likely; () to read the corpora.
         window: Largest distance in the model's local layers; None without any.
 
     Raises:
-        InputError: A corpus is invalid, or a random-length pack too short for two chunks.
+        InputError: A corpus or --data-path is invalid, or a pack too short for two chunks.
     """
     if data.packing == "random-length":
         check_two_chunks_fit(data.seq_length)
@@ -117,8 +117,9 @@ def build_length_model(
 def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
     """Return the mean number of ordered token pairs in a random-length pack.
 
-    Pairs are in one chunk, at most `window` apart. The mean is over all cuts of `seq_length` tokens
-    in two chunks, which must fit (not checked); it is 0 if `window` is None.
+    Pairs are in one chunk, at most `window` apart; a token and itself are a pair, too. The mean is
+    over all cuts of `seq_length` tokens in two chunks of at least SHORTEST_CHUNK tokens, which must
+    fit (not checked). It is 0 if `window` is None.
     """
     lengths = range(SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK + 1)
     return (

@@ -18,7 +18,8 @@ CHUNK_BYTES = 2**25  # as in megaenc.training.checkpoint.state_tensors
 class RankMemory:
     """Peak memory of a rank of one pipeline stage, by term in bytes.
 
-    Terms, such as "weights" and "activations", are left out if they are 0.
+    `terms` has the bytes by name, such as "base" (`BASE_BYTES`), "weights" and "activations", but
+    none that are 0.
     """
 
     stage: PipelineStage
@@ -163,7 +164,8 @@ def stage_activation_bytes(
 ) -> float:
     """Return the bytes that a stage's layers save for backward per micro-batch.
 
-    They are those of one rank. Recomputed activations, embedding, logits and loss do not count.
+    They are those of one rank. Activations that are recomputed are not saved, so they are left out,
+    and so are those of embedding, logits and loss.
 
     Args:
         is_cpu: Whether the device is a CPU, as in `layer_activation_bytes`.

@@ -25,8 +25,8 @@ class EstimateReport:
     """Estimate of a run's layout and of a suggested layout, if there is one.
 
     `vocabulary` is text about the vocabulary. `is_searched` tells whether a layout was searched;
-    `suggestion` is None if not, or if no layout fits. `price` is that of a device hour, None to
-    print no cost.
+    `suggestion` is None if not, or if no layout fits. `price` is that of a device hour, in any
+    currency; None to print no cost.
     """
 
     model: str

@@ -37,8 +37,8 @@ _RECOMPUTE = (
 class Workload:
     """Computation of a run in any layout: phases of its schedule, and validations.
 
-    `validations` is their number; each computes `validation_batches` global batches, over all
-    objectives.
+    `validations` is their number; each computes `validation_batches` global batches, those of all
+    objectives together.
     """
 
     phases: tuple[PhaseWork, ...]
@@ -49,7 +49,7 @@ class Workload:
 
     @property
     def works(self) -> list[ObjectiveWork]:
-        """Return each objective of the run once, the one with most steps first."""
+        """Return each objective of the run once, in descending order of its steps."""
         steps: Counter[ObjectiveWork] = Counter()
         for phase in self.phases:
             for work, count in phase.parts:
@@ -61,8 +61,9 @@ class Workload:
 class StepCost:
     """Cost of a step of one objective at the full batch size.
 
-    `predicted_share` is the fraction of the tokens whose logits are computed, from 0 to 1. `flops`
-    are those of all devices, forward and backward, without recomputation; `seconds` include it.
+    `objective` is its text. `predicted_share` is the fraction of the tokens whose logits are
+    computed, from 0 to 1. `flops` are those of all devices, forward and backward, without
+    recomputation; `seconds` include full recomputation.
     """
 
     objective: str
@@ -241,8 +242,9 @@ def _list_candidates(case: LayoutCase, device: Device) -> Iterator[list[LayoutCa
 def format_layout_flags(case: LayoutCase) -> list[str]:
     """Return the flags of `megaenc pretrain` for a layout, as words for a shell.
 
-    These are --micro-batch-size, and those of `find_simplest_layout` that are not the default;
-    others, such as those of virtual stages, are left out. Words with special characters are quoted.
+    A value is a word of its own. The flags are --micro-batch-size, and those of
+    `find_simplest_layout` that are not the default; others, such as those of virtual stages, are
+    left out. Words with special characters are quoted.
     """
     words = ["--micro-batch-size", str(case.micro_batch_size)]
     for name in _LAYOUT_FIELDS:

@@ -65,7 +65,7 @@ class ObjectiveWork:
         """Return all layers' attention FLOPs of a pack, forward and backward.
 
         They follow from the squared lengths of documents and bidirectional parts, and in local
-        layers from the pairs of tokens within the window.
+        layers from the pairs of tokens within the window. Causal attention costs half.
         """
         flops_per_pair = shape.attention_flops(1, prefix=0) // shape.num_layers
         local = shape.local_layers
@@ -87,7 +87,7 @@ class ObjectiveWork:
     def flops(self, shape: ModelConfig, vocab_size: int) -> float:
         """Return all FLOPs of a pack, forward and backward.
 
-        Recomputation, padding of the vocabulary and `unneeded_flops` do not count.
+        `unneeded_flops` are subtracted. Recomputation and padding of the vocabulary do not count.
 
         Args:
             vocab_size: As in `head_flops`.
@@ -100,10 +100,10 @@ class ObjectiveWork:
 class PhaseWork:
     """Work of one phase of the schedule, from step `first` to step `last`, inclusive.
 
-    Steps are counted from 1; `text` is the phase in the schedule. `parts` has (work of an
-    objective, mean number of its steps), which add up to the steps of the phase. `batches` has
-    (global batch size, steps with it). Each step reads its packs `passes` times, with an objective
-    for each pass.
+    Steps are counted from 1; `text` is the phase in the schedule. Each step reads its packs
+    `passes` times, with an objective for each pass. `parts` has (work of an objective, mean number
+    of its steps), which add up to the steps of the phase: a pass is 1 / `passes` of a step.
+    `batches` has (global batch size, steps with it).
     """
 
     text: str
@@ -119,7 +119,8 @@ class PhaseWork:
 def build_schedule(config: PretrainConfig, vocab_size: int) -> Schedule:
     """Return a run's objective schedule, for sizes and steps only.
 
-    Its vocabulary has `vocab_size` ids but placeholders as EOS, mask and special tokens.
+    Its vocabulary has `vocab_size` ids, without padding, but placeholders as EOS, mask and special
+    tokens.
 
     Raises:
         InputError: The schedule is wrong.
