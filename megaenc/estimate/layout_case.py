@@ -12,9 +12,9 @@ from megaenc.training.config import PretrainConfig
 class PipelineStage:
     """Layers and parameters of one rank of a pipeline stage.
 
-    `index` counts from 0. `layers` is the number in all virtual stages, `parameters` that of one
-    tensor-parallel rank: its shard of matrices, and norms, which are replicated. They include the
-    embedding and the head if the stage has them.
+    `index` counts from 0. `layers` is the number in all virtual stages. `parameters` are those of
+    one tensor-parallel rank: its shard of matrices, those of embedding and head included, and
+    norms, which are replicated.
     """
 
     index: int
@@ -31,8 +31,8 @@ class PipelineStage:
 class LayoutCase:
     """Model and batch of a run in a parallel layout on some devices.
 
-    `vocab_size` is without padding, `gpus` the number of all devices, `split` that of the layers of
-    each virtual stage in forward order. `global_batch_size`, and `micro_batch_size` of a
+    `vocab_size` is without padding, `gpus` the number of all devices, `split` the number of layers
+    of each virtual stage in forward order. `global_batch_size`, and `micro_batch_size` of a
     data-parallel rank, are in packs of `seq_length` tokens. `bf16` is whether weights and
     activations are bfloat16, else float32.
     """

@@ -119,7 +119,7 @@ def mean_chunk_pairs(seq_length: int, window: int | None) -> float:
 
     Pairs are in one chunk, at most `window` apart; a token and itself are a pair, too. The mean is
     over all cuts of `seq_length` tokens in two chunks of at least SHORTEST_CHUNK tokens, which must
-    fit (not checked). It is 0 if `window` is None.
+    fit (not checked). The result is 0 if `window` is None.
     """
     lengths = range(SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK + 1)
     return (

@@ -78,9 +78,9 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune run`: train and evaluate a model, and print its scores.
 
     Existing results of this run in the output directory are printed without training, except with
-    --save-model, which needs a new directory. The process exits with 1 if the run failed (NaN or
-    inf), now or earlier; only --retry-failed repeats a failed run. It exits with 2 at wrong input,
-    such as results of other settings in the output directory.
+    --save-model, whose directory for the model must not exist yet. The process exits with 1 if the
+    run failed (NaN or inf), now or earlier; only --retry-failed repeats a failed run. It exits with
+    2 at wrong input, such as results of other settings in the output directory.
 
     Args:
         argv: Arguments after `megaenc finetune run`; None: `sys.argv[1:]`.

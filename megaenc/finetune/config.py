@@ -124,9 +124,10 @@ class FinetuneConfig:
     def normalize_special_tokens(self) -> Self:
         """Return a copy in which `add_bos` and `add_eos` replace `special_tokens`.
 
-        If one of the two is given, the other gets its default: no BOS, an EOS. If none is given,
-        "eod" becomes only an EOS and "none" neither, both with an empty `special_tokens`, while
-        "template" and "" stay. Results of earlier versions have `add_bos` and `add_eos`.
+        If one of the two is given, the other gets its default: no BOS, an EOS; `special_tokens`,
+        which must be empty then, is not changed. If none is given, "eod" becomes only an EOS and
+        "none" neither, both with an empty `special_tokens`, while "template" and "" stay. Results
+        of earlier versions have `add_bos` and `add_eos`.
         """
         if self.adds_named_tokens:
             return replace(self, add_bos=bool(self.add_bos), add_eos=self.add_eos is not False)

@@ -44,7 +44,8 @@ _QRELS_FILES = {
 class QrelLine(NamedTuple):
     """Line of a qrels file: its location, query id, document id and grade.
 
-    `location` is file:line. `grade` is an integer, of which 0 or less means an irrelevant document.
+    `location` is file:line, `query` and `document` are ids. A `grade` of 0 or less means that the
+    document is irrelevant.
     """
 
     location: str
@@ -74,7 +75,7 @@ def load_beir(name: str, directory: Path, whole_corpus: bool) -> Dataset:
 
     Args:
         directory: Directory of which `is_beir_directory` is True.
-        whole_corpus: Search all documents instead of those judged in validation and test.
+        whole_corpus: Search all documents; False: in both splits, those judged in either.
 
     Raises:
         InputError: There are no qrels at all. Malformed files are an error of `load_split`.
@@ -114,7 +115,11 @@ class _SplitReader:
     def content(self) -> tuple[dict[SplitName, Qrels], dict[str, str], dict[str, str]]:
         """Return the grades of each split, the queries and the documents, cached.
 
-        Queries and documents are texts by id, without prefixes.
+        Queries and documents are texts by id, without prefixes: those in qrels, or with
+        `whole_corpus` all documents.
+
+        Raises:
+            InputError: A file is malformed, or a query or a training document is missing.
         """
         lines = {split: _read_qrels(path) for split, path in self.qrels.items()}
         grades = {split: _group_grades(of_split) for split, of_split in lines.items()}
@@ -134,9 +139,11 @@ class _SplitReader:
     def read_split(self, split: SplitName) -> Examples:
         """Return a list of Pair for "train", else RetrievalExamples, with prefixes.
 
+        `ignore_identical_ids` is True. A message counts relevant documents that are missing.
+
         Raises:
-            InputError: The directory has no qrels for the split, a file is malformed, or a text is
-                missing.
+            InputError: The directory has no qrels for the split, a file is malformed, or a query, a
+                training document or every relevant document is missing.
         """
         # Without a file of its own, each of these two is drawn from the other or from training.
         sources = ("train",) if split == "train" else ("validation", "test")
@@ -215,8 +222,8 @@ def load_beir_pairs(directory: Path) -> list[tuple[str, str, str]]:
 def load_beir_corpus(directory: Path) -> list[str]:
     """Return the texts of all documents of BEIR `directory`, without prefixes.
 
-    Each is title, space and text, as in `load_beir_test`. They are in the order of corpus.jsonl,
-    and may be empty.
+    Each is title, space and text, as in `load_beir_test`, and may be empty. They are in the order
+    of corpus.jsonl, which may be compressed as .gz or .zst.
 
     Raises:
         InputError: There is no corpus.jsonl, or a line is malformed.

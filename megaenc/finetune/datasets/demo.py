@@ -121,8 +121,9 @@ def ensure_demo_datasets(
 def read_documentation() -> list[DocumentedFunction]:
     """Return functions and classes of installed packages that describe parameters.
 
-    The packages are those of the demo corpus. Entries are sorted by source file: (id, description,
-    parameter descriptions by name). A process per core reads the files; a progress line is shown.
+    The packages are those of the demo corpus. Entries are tuples (id, description, parameter
+    descriptions by name), sorted by source file. A process per core reads the files; a progress
+    line is shown.
     """
     files = corpus_demo.map_source_files(
         _parse_documented_functions,
@@ -224,10 +225,10 @@ def build_tagging_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[
 def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
     """Yield a row per parameter, of the first 5 of each function.
 
-    The answer is the first clean sentence (4 to 40 words) of the first paragraph of the parameter's
-    description. A parameter is left out if it has none, or one that differs from an earlier one
-    only in numbers and identifiers. A row has "source", "id", "question", "context" and "answers"
-    (`text` and `answer_start`, as in SQuAD).
+    The answer is the first clean sentence (4 to 40 words, no URL and no characters of code) of the
+    first paragraph of the parameter's description. A parameter is left out if it has none, or one
+    that differs from an earlier one only in numbers and identifiers. A row has "source", "id",
+    "question", "context" and "answers" (`text` and `answer_start`, as in SQuAD).
 
     Args:
         documentation: Result of `read_documentation`.
@@ -257,11 +258,12 @@ def build_question_rows(documentation: Iterable[DocumentedFunction]) -> Iterator
 
 
 def build_retrieval_rows(documentation: Iterable[DocumentedFunction]) -> Iterator[dict]:
-    """Yield a row per function: a sentence as query, the next 6 as document.
+    """Yield a row per function: a sentence as query, up to 6 more as document.
 
-    Sentences are the clean ones (4 to 40 words) of the description, then of the parameters; one
-    that differs from an earlier one only in numbers and identifiers is skipped. A row has "source",
-    "id", "query" and "document". A function whose document has fewer than 12 words has no row.
+    Sentences are the clean ones (see `build_question_rows`) of the description, then of the
+    parameters; one that differs from an earlier one only in numbers and identifiers is skipped. A
+    row has "source", "id", "query" and "document". A function whose document has fewer than 12
+    words has no row.
 
     Args:
         documentation: Result of `read_documentation`.

@@ -82,7 +82,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
     The location, such as `path:line`, begins error messages. The suffix gives the format; .tsv and
     .json are told apart by content, and an unknown suffix means JSONL. Cells of CSV and TSV are
-    text, except `tokens` and `tags`, which are split into lists.
+    text, except `tokens` and `tags`, which are split at white space into lists.
 
     Raises:
         InputError: The file is unreadable or malformed. It is raised during iteration; for .tsv and
@@ -377,7 +377,7 @@ def _get_objects(holder: dict[str, Any], key: str, location: str) -> list[dict[s
 class LabelSet:
     """Labels of a data set in the order of their indices.
 
-    If `is_indexed`, an integer in a row is a label's index, from 0, instead of its name.
+    If `is_indexed`, an integer in a row is the index, from 0, of one of `labels`, not its name.
     """
 
     labels: tuple[str, ...]
@@ -434,10 +434,10 @@ _NO_CLASS = "found a number with a point, expected a class; numbers need --task 
 
 
 def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelSet) -> bool:
-    """Return whether all rows have the label -1 or -1.0, which is none of `labels`.
+    """Return whether all rows have the label -1, and no label of `labels` is -1.
 
-    Test splits whose labels are not published have it, as in GLUE. Without rows the result is
-    False.
+    Test splits whose labels are not published have it, as in GLUE, as a number or as text, or as
+    -1.0. Without rows the result is False.
 
     Args:
         rows: (location, fields) pairs, of which only the field `label` is read.
@@ -471,7 +471,8 @@ def parse_label(value: Any, location: str) -> str:
 def read_label_list(row: Mapping[str, Any], location: str) -> list[Any]:
     """Return the labels of a row of MULTI_LABEL, unchecked.
 
-    They are in `labels`, or without it in `label`: a list, or text split at `|`; "" has none.
+    They are in `labels`, or without it in `label`: a list, or text split at `|`, without white
+    space around the labels; "" has none.
 
     Args:
         location: Start of the error, such as file:line.
@@ -519,8 +520,7 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
 
     Args:
         family: SC, TC or MULTI_LABEL.
-        rows: (location, fields) pairs, with the field `label` in SC, `tags` in TC, and that of
-            `read_label_list` in MULTI_LABEL.
+        rows: (location, fields) pairs, with the fields of labels as in `build_example`.
 
     Raises:
         InputError: A label is invalid, or there is none in MULTI_LABEL, or all are numbers and one
@@ -615,11 +615,10 @@ def build_example(
 
     SC and regression: `text` (with `text_pair`, joined by the template) and `label`; MULTI_LABEL:
     the labels of `read_label_list` instead. TC: `tokens` and `tags`. QA: `question`, `context` and,
-    unless `is_impossible`, `answers` (lists `text` and `answer_start`).
+    unless `is_impossible`, `answers` (lists `text` and `answer_start`) that stand in the context.
 
     Args:
-        name: Id of the example if the row has no `id`.
-        labels: All labels of the data set, unused for QA and regression; another label is an error.
+        name, labels: Id if the row has none; labels that it may have, unused for QA and regression.
         pair_template: Template of pairs (see `build_labelled_text`).
 
     Raises:

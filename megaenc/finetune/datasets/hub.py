@@ -205,7 +205,7 @@ def build_hub_examples(
 ) -> Examples:
     """Return the examples of the rows of `data`, a `datasets.Dataset`, in order.
 
-    Empty sentences are left out, and invalid questions too, with a message.
+    Empty sentences are left out silently, invalid questions with a message.
 
     Args:
         name, on_hub: Data set, and split on the Hub, for messages and ids.

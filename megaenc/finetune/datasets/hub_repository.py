@@ -80,11 +80,11 @@ class HubReference(NamedTuple):
 
 
 def parse_hub_reference(text: str) -> HubReference | None:
-    """Return the HubReference of `ORG/NAME`, or None if `text` is no repository.
+    """Return the HubReference of `ORG/NAME`, or None for any other text.
 
     `hf:NAME` and `hf:ORG/NAME` are repositories whatever paths exist, ORG/NAME only if neither that
-    path nor a directory ORG exists. Each may end in :CONFIG, @REVISION or both. The Hub is not
-    asked.
+    path nor a directory ORG exists. Each may end in :CONFIG, @REVISION or both, in this order.
+    The Hub is not asked.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or os.path.exists(text):

@@ -106,9 +106,8 @@ class DatasetConfig:
 def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) -> Dataset:
     """Return the Dataset `name` of the directory or file `path`.
 
-    Files are hashed now and, except those in BEIR's layout, read to find task family and labels.
-    `load_split` parses them again. A test file whose labels are hidden (-1) is left out with a
-    message.
+    Files are hashed now and, except in BEIR's layout, read to find task family and labels;
+    `load_split` parses them again. A test file with hidden labels (-1) is left out with a message.
 
     Args:
         flags: Options; only `task`, `validation_fraction` and `whole_corpus` are read.
@@ -175,6 +174,8 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
 
 def format_split_error(fraction: float, place: str, content: str) -> str:
     """Return the error text that --validation-fraction cannot split data.
+
+    It begins with the flag.
 
     Args:
         fraction: Value of the flag.
@@ -263,7 +264,7 @@ def build_split_reader(
     """Return a function that reads a split, and draws validation from train if needed.
 
     Of train and one other part, the other is the test split, even if it is named validation, and 5
-    % of train validate (`split_validation_rows`), with a message. Without train only the splits in
+    % of train validate; a message says so at the first read. Without train only the splits in
     `parts` can be read. The function raises InputError for other splits, for any split if train is
     the only part, and for a train of one example that has to be split.
 
@@ -308,8 +309,8 @@ def build_split_reader(
 def find_split_names(names: Iterable[str]) -> dict[SplitName, str]:
     """Return the names of train, validation and test among `names`, by split.
 
-    A validation split may be named validation, valid, val or dev; the first of these is returned.
-    The others are named train and test. Splits without a name are left out.
+    A validation split may be named validation, valid, val or dev, of which the first in this order
+    is returned. The others are named train and test. Splits without a name are left out.
     """
     known = set(names)
     matches = {
