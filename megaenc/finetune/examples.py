@@ -25,11 +25,11 @@ _TRAIN_FRACTION = 0.95
 
 
 class TaskFamily(StrEnum):
-    """Enum of task families, whose values are their names.
+    """Enum of task families, whose values are their names on the command line.
 
     SC is sequence classification, TC token classification, QA extractive question answering and IR
-    retrieval: the four of the study (STUDY_FAMILIES). REGRESSION predicts a number for each text,
-    MULTI_LABEL any number of labels.
+    retrieval: the four of the study (STUDY_FAMILIES). REGRESSION ("regression") predicts a number
+    for each text, MULTI_LABEL ("multi_label") any number of labels.
     """
 
     SC = "SC"  # sequence classification
@@ -148,9 +148,10 @@ class Dataset:
 
     `find_dataset` builds it by name or path, and `load_split` reads its examples. `labels` are
     classes or tags in the order of their indices, ("score",) for regression, empty for QA and IR.
-    `train_on` names the training data, which differs from `name` only in retrieval. The
-    fingerprints are SHA-256 (hex) of the data, or of id and revision on the Hub. `pair_template` is
-    empty without pairs.
+    `train_on` names the training data, which differs from `name` only in retrieval. `fingerprint`,
+    and `train_fingerprint` of the training data, are SHA-256 (hex) of the data, or of id and
+    revision on the Hub. `pair_template` is empty in TC, QA and IR; in other families it may be set
+    without pairs, too.
     """
 
     name: str
@@ -175,7 +176,7 @@ class Dataset:
         """Return the examples of a split, in order: a list, or RetrievalExamples.
 
         Validation and test of IR are RetrievalExamples. Data sets of HUB_DATASETS are downloaded
-        unless they are in the cache.
+        unless they are in the cache; the examples themselves are not cached.
 
         Raises:
             InputError: The split is missing or empty, or a row is invalid.
@@ -222,12 +223,13 @@ def split_by_fraction(
 ) -> dict[SplitName, list[int]]:
     """Return random row indices by split, ascending, always the same.
 
-    `fraction` of the rows validate and as many test; the rest trains. So it is for the rows of each
-    label, and of each range of numbers, up to one row.
+    `fraction` of the rows validate and as many, or one fewer, test; the rest trains. So it is for
+    the rows of each label, and of each range of numbers, up to one row. With fewer rows than 1 /
+    `fraction`, none test.
 
     Args:
         count: Number of rows.
-        fraction: Fraction of the rows, above 0 and below 0.5.
+        fraction: Fraction of the rows, above 0 and below 0.5 (not checked).
         labels: Label of each row, values that can be sorted; empty to ignore labels.
     """
     order = np.random.default_rng(_VALIDATION_SEED).permutation(count).tolist()

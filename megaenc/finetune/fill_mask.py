@@ -130,8 +130,8 @@ def compute_mask_score(
 
     Args:
         model, tokenizer: Result of `load_masked_lm`.
-        mask: Fraction of the tokens to mask, above 0.
-        limit: Number of tokens to read from the start of `texts`, special tokens included.
+        mask: Probability that the mask token replaces a token, above 0 and at most 1.
+        limit: Maximum tokens to read from the start of `texts`, special tokens included.
         seq_length: Maximum tokens of a window; 0: the most that model and tokenizer read.
     """
     import torch

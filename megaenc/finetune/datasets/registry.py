@@ -29,7 +29,7 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
         name_or_path: A name of DATASETS (`sst2`, or `sst2@REVISION` of the Hub); a path to local
             data, named after its directory or file; a repository ORG/NAME, ORG/NAME:CONFIG or
             hf:NAME, each with @REVISION or not. `NAME=` before a path or repository gives a name.
-            If that is a name of the study, pairs use the study's template.
+            Under the name of a study's set of pairs, its template replaces `pair_template`.
         options: Fields of DatasetConfig.
     """
     flags = DatasetConfig(**options)
@@ -83,8 +83,8 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
 def parse_dataset_name(name_or_path: str) -> tuple[str, Path | None]:
     """Return (name in results, path) of a data set, neither of them checked.
 
-    The path is None for `NAME` or `NAME@REVISION` of DATASETS. The path of `PATH` or `NAME=PATH`
-    need not exist; a repository of the Hub gives its text as path, and `HubReference.name`.
+    `NAME` and `NAME@REVISION` of DATASETS give (NAME, None). The path of `PATH` or `NAME=PATH` need
+    not exist; a repository of the Hub gives its text as path, and `HubReference.name`.
     """
     base = name_or_path.partition("@")[0]
     if name_or_path in DATASETS or base in hub.HUB_DATASETS:

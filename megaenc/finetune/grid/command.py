@@ -74,8 +74,9 @@ class GridConfig:
 class GridPlan(NamedTuple):
     """All jobs of a grid, the unfinished ones, and those that failed before.
 
-    `pending` has the jobs to run, with only the data sets that lack results, and so also failed
-    jobs that are to be repeated. `failed` has (job, path of failed.json) of other failed jobs.
+    `jobs` has all. `pending` has the jobs to run, with only the data sets that lack results, and so
+    also failed jobs that are to be repeated. `failed` has (job, path of failed.json) of other
+    failed jobs.
     """
 
     jobs: list[FinetuneJob]
@@ -89,7 +90,8 @@ class GridPlan(NamedTuple):
 def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
     """Return the jobs of a grid, and which of them remain by their results so far.
 
-    Model weights are read to fingerprint them, unless a cache has their fingerprints.
+    Model weights are read to fingerprint them, unless a cache, which is not written here, has their
+    fingerprints.
 
     Args:
         find_dataset: Function like `registry.find_dataset`.
@@ -132,10 +134,9 @@ def plan_grid(settings: GridConfig, find_dataset: DatasetFinder) -> GridPlan:
 
 
 def print_grid_size(settings: GridConfig, plan: GridPlan) -> None:
-    """Print how many trainings a grid has, and how many are finished or remain.
+    """Print how many trainings a grid has, and how many are finished, failed or to do.
 
-    Trainings that failed before are counted too, and finished ones that lack a model that --keep
-    asks for.
+    A further line gives the number of finished trainings that lack a model that --keep asks for.
     """
     trainings = len(plan.jobs)
     evaluations = sum(len(job.evaluate_on) for job in plan.jobs)

@@ -42,11 +42,10 @@ def build_jobs(
     Args:
         models, datasets: Arguments of `parse_model` and of `find_dataset`, which gets `data` too.
         rates, seeds: Peak learning rates, and seeds, which are iterated several times.
-        output: Root directory of the results, whose cache of fingerprints is read.
+        output: Root directory of the results, whose cache of fingerprints is read, not written.
 
     Raises:
-        InputError: A model, data set, head, pooling or threshold is unusable, or a name or rate
-            repeated.
+        InputError: A model, a data set or `protocol` is unusable, or a name or a rate repeated.
     """
     sources = [parse_model(name_or_path) for name_or_path in models]
     loaded_datasets = [
@@ -135,7 +134,8 @@ def parse_model(name_or_path: str) -> NamedSource:
     of a bare `PATH`: of a link, that of its target. A text with a slash before `=` is a bare path.
 
     Raises:
-        InputError: The directory holds no model, or the name is invalid.
+        InputError: The directory holds no model, or the name is empty, begins with a dot or has
+            unprintable characters.
     """
     name, equals, directory = name_or_path.partition("=")
     if not equals or "/" in name:
@@ -189,6 +189,9 @@ def try_lock_run(job: FinetuneJob) -> AbstractContextManager[bool]:
 
     It yields whether the lock was acquired, and releases the lock after the block. On a file system
     without locks the work may be done twice, with equal results, written atomically.
+
+    Raises:
+        InputError: The lock's file cannot be created; it is raised by entering the manager.
     """
     name = f"{job.family}_{job.train_on}_lr{format_learning_rate(job.learning_rate)}_sd{job.seed}"
     return try_lock(Path(job.output, job.model.name, ".locks", name))
