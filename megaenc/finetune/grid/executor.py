@@ -24,9 +24,9 @@ _POLL_SECONDS = 0.5  # longest wait between checks of running and waiting jobs
 
 @dataclass(frozen=True)
 class LocalExecution:
-    """Options of a grid on this machine: concurrent runs, hang limit in minutes, retries.
+    """Options of a grid on this machine: concurrent runs, hang timeout and retries.
 
-    Each field is a flag.
+    Each field is a flag; the timeout is in minutes.
     """
 
     jobs: NonNegativeInt = 0
