@@ -68,10 +68,11 @@ def write_trained_tokenizer(
 
     Args:
         tokenizer: Tokenizer of transformers. It is changed: maximum length, sides and, if it has
-            none, its padding token (EOS, or without one SEP).
+            none, its padding token (EOS, or without one SEP, or without either none).
         directory: Existing directory, which gets tokenizer.json and tokenizer_config.json.
         max_length: Maximum tokens of a text, special tokens included.
-        model_type: Value of `model_type` in the config.json of `directory`.
+        model_type: Value of `model_type` in the config.json of `directory`. With "qwen2" a mask
+            token that transformers would change loses its role.
         options: Further fields of tokenizer_config.json.
     """
     tokenizer.model_max_length = max_length
@@ -93,9 +94,10 @@ def load_model(
 ) -> tuple[Backbone, NativeHead | None]:
     """Return a job's backbone in `dtype`, and its head if it is transformers' own.
 
-    The head is a new float32 NativeHead with --head native, else None: `FinetuneTask.build_head`
-    builds a linear one. If the trained model may be written, and always with a native head,
-    transformers' task class is built too and must compute the same outputs.
+    The backbone is that of `load_backbone`, in eval mode. The head is a new float32 NativeHead with
+    --head native, drawn from torch's generator, else None: `FinetuneTask.build_head` builds a
+    linear one. If the trained model may be written, and always with a native head, transformers'
+    task class is built too and must compute the same outputs.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -146,7 +148,7 @@ def check_same_model(
     """Check that a transformers model has the outputs of `model` on `texts`.
 
     Outputs are token states in retrieval, else logits; they may differ by float32 rounding. Both
-    models must be in eval mode.
+    models must be float32 and in eval mode.
 
     Args:
         hf_model: Model of the family's task class. It is moved to the device of `model`.
@@ -175,9 +177,9 @@ def check_same_model(
 class ModelKeeper:
     """Writer of a task's fine-tuned model that verifies the model in transformers.
 
-    Call `check_tokenizer` before training, and `keep`, which also writes the run's results, after
-    the evaluation. A written directory has weights, config, tokenizer, finetuning.json and
-    README.md. `encoder` tokenizes as in training.
+    It is for a job whose `keeps_model` is True. Call `check_tokenizer` before training, and `keep`,
+    which also writes the run's results, after the evaluation. A written directory has weights,
+    config, tokenizer, finetuning.json and README.md. `encoder` tokenizes as in training.
     """
 
     job: FinetuneJob
@@ -186,6 +188,8 @@ class ModelKeeper:
 
     def check_tokenizer(self, config: Any) -> None:
         """Check that the tokenizer, written and reloaded, encodes texts as the run does.
+
+        The texts are fixed; the files are temporary.
 
         Args:
             config: The model's config of transformers, which may determine the tokenizer's class.
@@ -206,14 +210,16 @@ class ModelKeeper:
     ) -> None:
         """Write the float32 `model` if the job keeps it, then the run's results.
 
-        `job.save_model` always gets the model. With `job.keep` "best", the results get it only if
-        its validation score is the best of all results so far of this model and training set (of
-        equal ones, the lower rate, then the lower seed is best), and models kept by the other runs
-        are removed. Other outputs of transformers are an InputError, and no results are written.
+        `job.save_model`, if given, always gets the model. The results get it with `job.keep` "all";
+        with "best" only if its validation score is the best of all results so far of this model and
+        training set (of equal ones, the lower rate, then the lower seed is best), and models kept
+        by the other runs are removed. Runs that keep models of one training set wait for each
+        other. Other outputs of transformers are an InputError, and no results are written.
 
         Args:
             data: Test split, to compare outputs on.
-            evaluate: Function that returns the scores of `model` by split, called if it is written.
+            evaluate: Function that returns the scores of `model` by split and leaves it in eval
+                mode, called only if `model` is written.
             results: Results on all data sets. The first gives the score and the model's directory.
         """
         job = self.job
@@ -284,7 +290,7 @@ class ModelKeeper:
         """Write the float32 `model` to the new directory `target`, and verify it.
 
         `model` must be in eval mode, in which outputs are compared. `target` must be absent or an
-        empty directory.
+        empty directory; its parents are created.
 
         Args:
             data: Texts, at least one; outputs on the shortest and on the longest are compared.
@@ -292,7 +298,8 @@ class ModelKeeper:
             result: Result of the run.
 
         Raises:
-            InputError: transformers computes other outputs; no directory is left.
+            InputError: transformers computes other outputs, or `target` cannot be written or is not
+                empty; nothing is left.
         """
         with create_parent_with_rollback(target, "--save-model"), atomic_dir(target) as directory:
             padding = padding_id(self.encoder.tokenizer)

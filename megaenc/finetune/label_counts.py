@@ -15,9 +15,9 @@ def describe_label_counts(
 ) -> list[str]:
     """Return lines about imbalanced, absent and unseen labels; [] if there are none.
 
-    One line is about labels that are imbalanced (the most frequent has over 5 times the examples of
-    the rarest in train) or absent, another about labels of the evaluation splits that train lacks.
-    The tag O is not compared with other classes.
+    One line is about labels that are imbalanced (in train, the most frequent has over 5 times the
+    examples of the rarest) or absent from train or validation, another about labels of validation
+    or test that train lacks. The tag O is not compared with other classes.
 
     Args:
         name: Name of the data set, the start of each line.

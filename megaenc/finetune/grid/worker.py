@@ -55,8 +55,8 @@ class JobOutcome:
 
     `finished`: results are written. `failed`: failed.json is written, because of NaN or inf.
     `refused`: wrong input. `busy`: another process holds its lock. `crashed`: an exception, a
-    signal, or a timeout without progress. `reason` is empty for `finished` and `busy`, `log_tail`
-    unless `crashed`.
+    signal, or a timeout without progress. `reason` is empty for `finished` and `busy`; `log_tail`,
+    the last 5 lines of the log, is empty for all but `crashed`.
     """
 
     kind: Literal["finished", "failed", "refused", "busy", "crashed"]
@@ -69,7 +69,8 @@ def start_fork_server(run_function: str) -> ForkServerContext:
     """Start the fork server unless it runs; return the context of its processes.
 
     The server imports the module of `run_function` once, and processes are forked from it in
-    milliseconds.
+    milliseconds. It ends with this process. A server that runs already imports no other module; its
+    processes do. A module that cannot be imported raises only there.
 
     Args:
         run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
@@ -84,15 +85,16 @@ def start_fork_server(run_function: str) -> ForkServerContext:
 
 
 def build_slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
-    """Return a slot per concurrent run: the environment variables that select its GPU.
+    """Return a slot per concurrent run: the environment variable that selects its GPU.
 
-    Without GPUs each slot is an empty dict. The first slots are on different GPUs.
+    It is CUDA_VISIBLE_DEVICES, or HIP_VISIBLE_DEVICES if that is set, and only GPUs in its present
+    value are used. Without GPUs each slot is an empty dict. The first slots are on different GPUs.
 
     Args:
         jobs: Number of slots, with GPUs its maximum. 0: `jobs_per_gpu` on each GPU, without GPUs
             one for every `threads` cores, at least one.
         jobs_per_gpu: Slots on each GPU; no effect without GPUs.
-        threads: CPU threads of a run.
+        threads: CPU threads of a run, only to compute the default of `jobs`.
     """
     if device_count := len(accelerator_names()):
         variable, names = select_visible_devices(device_count)
@@ -104,7 +106,7 @@ class ForkedRun(ChildProcess):
     """Child process, forked from the fork server, that attempts a job.
 
     The constructor starts it, or raises InputError if the fork server was killed. Call `poll` until
-    it returns an outcome; `progress` is the latest RunProgress.
+    it returns an outcome; `progress` is the latest RunProgress, at first of the stage loading.
 
     Args:
         context: Result of `start_fork_server`.
@@ -158,9 +160,10 @@ class ForkedRun(ChildProcess):
         return self.process.exitcode
 
     def kill(self) -> None:
-        """Kill the process and its children unless it has ended.
+        """Kill the process and its children unless it has ended; wait for its end.
 
-        The connection is closed. Completely written files stay.
+        The connection is closed in any case. Files stay, temporary ones too, which the job's next
+        attempt removes. `poll` returns `crashed` for a process that was killed.
         """
         if self.exit_code() is None:
             with contextlib.suppress(ProcessLookupError):  # it may have no session of its own yet
@@ -170,7 +173,7 @@ class ForkedRun(ChildProcess):
         self.connection.close()
 
     def poll(self, patience: float) -> JobOutcome | None:
-        """Return the outcome of the process, or None while it runs.
+        """Return the outcome of the process, at each call after its end; None before.
 
         Pending messages are received, which updates `progress` and the lines of `take_messages`. A
         process that hangs is killed; its outcome, and that of one without a result, is `crashed`.
@@ -201,7 +204,10 @@ class ForkedRun(ChildProcess):
         return JobOutcome("crashed", reason, "\n".join(log_lines[-_LOG_TAIL_LINES:]))
 
     def take_messages(self) -> list[str]:
-        """Return, and forget, the lines of `print_rank_0` in the run since the last call."""
+        """Return, and forget, the lines of `print_rank_0` in the run since the last call.
+
+        They are those that `poll` has received; the log has them too.
+        """
         messages = self._messages
         self._messages = []
         return messages

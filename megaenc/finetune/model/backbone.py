@@ -38,8 +38,8 @@ its attention."""
 class PackedTexts:
     """Tokenized texts concatenated without padding, shortest first.
 
-    `pack_texts` builds it. `tokens` and `position_ids` (from 0 in each text) are int64[T],
-    `lengths` has the number of tokens of each text, ascending, at least 1.
+    `pack_texts` builds it. `tokens` and `position_ids` (from 0 in each text) are int64[T], the
+    tuple `lengths` has the number of tokens of each text, ascending, at least 1.
     """
 
     tokens: Tensor
@@ -56,7 +56,10 @@ class PackedTexts:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Return the start offset of each text in `tokens`, then T: int32[texts + 1]."""
+        """Return the start offset of each text in `tokens`, then T: int32[texts + 1].
+
+        The tensor is on the device of `tokens`.
+        """
         return torch.tensor(
             np.cumsum([0, *self.lengths]), dtype=torch.int32, device=self.tokens.device
         )
@@ -105,8 +108,9 @@ class Backbone(nn.Module):
     """A transformers model without head that computes token states of texts.
 
     `load_backbone` builds and tests it. `attention` is the direction in effect, `context_length`
-    the maximum number of tokens of a text. A model that does not support packing (`is_packed`
-    False) gets padded batches of texts of similar length; the states are the same.
+    the maximum number of tokens of a text, which is not checked. A model that does not support
+    packing (`is_packed` False) gets padded batches of texts of similar length; the states are the
+    same.
 
     Args:
         model: Base model of transformers.
@@ -171,7 +175,8 @@ class Backbone(nn.Module):
     def compute_padded_states(self, packed: PackedTexts) -> Tensor:
         """Return states of all texts in one padded batch, [T, hidden_size], for tests.
 
-        The model's own attention and positions are used, so `is_packed` must be False.
+        They are those of `compute_states`, but by the model's own attention and positions, so
+        `is_packed` must be False, which is not checked.
         """
         return self._forward_padded(packed.tokens, packed.lengths, positions=False)
 
@@ -207,7 +212,8 @@ class Backbone(nn.Module):
     def set_direction(self, attention: AttentionDirection) -> None:
         """Set the direction of the model's own attention in its config and modules.
 
-        It has no effect on packed attention, which follows the attribute `attention`.
+        It has no effect on packed attention, which follows the attribute `attention`; that is not
+        changed.
         """
         for module in self.model.modules():
             if hasattr(module, "is_causal"):  # read by attention without a mask
@@ -229,7 +235,7 @@ class Backbone(nn.Module):
 def group_padded_lengths(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Return the lengths of the texts of each padded batch, in tokens, ascending.
 
-    Texts of a batch exceed its shortest by at most 8 tokens, or 10 % if that is more.
+    Texts of a batch exceed its shortest by at most 8 tokens, or 10 % of it if that is more.
 
     Args:
         groups: (number of texts, length in tokens) pairs, of ascending lengths, as
@@ -256,12 +262,15 @@ def packed_attention_forward(
 ) -> tuple[Tensor, None]:
     """Return (attention, None) within each text of the current pack, for transformers.
 
-    The pack is that of `Backbone.compute_states` in progress. Attention is [1, T, heads, dim].
+    The pack and the direction of attention are those of the `Backbone.compute_states` in progress.
+    The attention is [1, T, heads, dim].
 
     Args:
         query, key, value: [1, heads, T, dim], for key and value with groups instead of heads.
         scaling: Factor of the scores; None: dim ** -0.5.
-        sliding_window: Window in tokens; None: none.
+        dropout: Probability that an attention weight is dropped.
+        sliding_window: Visible tokens on each side, the own one included (but see
+            `Backbone.has_wide_window`); None: all.
 
     Raises:
         NotImplementedError: A score bias, softcap, sinks, a cache, an attention mask, a batch of

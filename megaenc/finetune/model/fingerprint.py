@@ -51,9 +51,9 @@ def check_model_directory(directory: str) -> None:
 def compute_model_fingerprints(directories: Sequence[str], results: str) -> list[str]:
     """Return the SHA-256 (hex) of each directory's config.json and weights, in order.
 
-    It takes about a second per gigabyte, with a progress line, unless .fingerprints.json in the
-    directory `results` has the fingerprint for files of this path, size and time. That file is only
-    read; `save_fingerprints` writes it.
+    It takes about a second per gigabyte, with a progress line, unless this process or
+    .fingerprints.json in the directory `results` has the fingerprint for files of this path, size
+    and time. That file is only read, and may be missing; `save_fingerprints` writes it.
 
     Raises:
         InputError: A file cannot be read.
@@ -91,7 +91,7 @@ def compute_model_fingerprints(directories: Sequence[str], results: str) -> list
 def save_fingerprints(results: str) -> None:
     """Add fingerprints computed by this process to .fingerprints.json in `results`.
 
-    Nothing is written if there is no such directory. Errors of writing are ignored.
+    Nothing is written if the directory `results` is missing. Errors of writing are ignored.
     """
     known = _read_fingerprint_file(results)
     if Path(results).is_dir() and not _COMPUTED_DIGESTS.items() <= known.items():
@@ -124,8 +124,9 @@ def _compute_file_key(directory: str) -> str:
 def compute_model_stamp(directory: str) -> str:
     """Return a SHA-256 (hex) of names, sizes and times of a directory's model files.
 
-    They are config.json, weights and tokenizer files, whose contents are not read. An equal stamp
-    means that the model is probably unchanged.
+    Times are those of the last change. The files are config.json, weights and those of the
+    tokenizer; missing ones are left out, and contents are not read. An equal stamp means that the
+    model is probably unchanged.
     """
     files = [
         (path.name, path.stat())

@@ -17,7 +17,8 @@ def backward_by_packs(
 
     The loss and its gradients equal those of one large batch, but only the graph of one pack is in
     memory, and all packs but the first are embedded twice, with the same dropout (gradient caching,
-    Gao et al. 2021, 2101.06983). Gradients are added to those that parameters have.
+    Gao et al. 2021, 2101.06983). Gradients are added to those that parameters have, those of
+    `compute_loss` too.
 
     Args:
         packs: At least one.

@@ -43,8 +43,8 @@ def load_backbone(
     It is in eval mode. The test checks that each state depends on exactly the visible tokens of its
     text, and that packed states equal padded ones; if packing fails, texts are padded, and a line
     is printed. A directory that cannot be loaded and a model that fails the test are an InputError.
-    Rounded parameters keep their float32 value as the attribute `unrounded`, for an optimizer's
-    master weights. Code in the directory is never executed.
+    Rounded parameters keep their float32 value as the attribute `unrounded`, on `device` too, for
+    an optimizer's master weights. Code in the directory is never executed.
 
     Args:
         attention: Direction of attention; None: the model's own.
@@ -68,7 +68,8 @@ def load_with_native_head(
     """Return a directory's backbone, and the head of transformers' class for a task.
 
     The backbone and errors are those of `load_backbone`, in `dtype`; a family without such a class
-    is an InputError too. The head is float32, with new random weights from torch's generator.
+    is an InputError too. The head is float32, with new random weights from torch's generator; only
+    a pooler whose weights are in the directory keeps them.
 
     Args:
         family: Any but IR.
@@ -249,8 +250,8 @@ def _select_attention(backbone: Backbone, directory: str) -> None:
 class AttentionProbe:
     """Numerical tests of a backbone's attention and accuracy on short random texts.
 
-    Attention is tested for its direction and for packing, accuracy in 16 bits. The texts are always
-    the same; `load_backbone` runs the tests.
+    Attention is tested for its direction and for packing, in float32; accuracy in 16 bits. The
+    backbone must be in eval mode. `load_backbone` runs the tests.
     """
 
     def __init__(self, backbone: Backbone):
@@ -284,10 +285,7 @@ class AttentionProbe:
         return "causal" if torch.equal(moved, every.triu()) else None
 
     def compute_states(self) -> Tensor:
-        """Return the backbone's states of fixed random texts, float32[T, hidden_size].
-
-        The texts have several lengths.
-        """
+        """Return the backbone's states of `pack_probe_texts`, float32[T, hidden_size]."""
         return self.backbone.compute_states(self.pack_probe_texts()).float()
 
     def find_16_bit_error(self, reference: Tensor) -> str | None:
@@ -349,7 +347,7 @@ class AttentionProbe:
     def enable_packing(self, model_direction: AttentionDirection) -> str | None:
         """Switch the backbone to packed attention if all tests pass, else leave it padded.
 
-        The direction of the model's own attention may be changed by the tests.
+        The tests may change the direction of the model's own attention to the backbone's.
 
         Args:
             model_direction: Direction of the model's own attention.
@@ -403,9 +401,10 @@ class AttentionProbe:
         return _is_different(*(self.backbone.compute_states(texts)[8:] for texts in packs))
 
     def pack_probe_texts(self) -> PackedTexts:
-        """Return packed random texts of several lengths, always the same.
+        """Return packed random texts of several lengths.
 
-        Some are longer than each sliding window that the backbone has used so far.
+        They are always the same, but for each sliding window that packed attention has used so far,
+        a longer text is added.
         """
         context = self.backbone.context_length
         beyond = sorted(

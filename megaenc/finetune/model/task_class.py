@@ -58,7 +58,8 @@ def set_labels(config: Any, family: TaskFamily, labels: Sequence[str]) -> None:
     """Set labels and `problem_type` of a transformers `config` in place.
 
     Args:
-        family: Task family, which gives the problem type: that of `_PROBLEM_TYPES`, else None.
+        family: Task family, which gives the problem type: "regression" for REGRESSION,
+            "multi_label_classification" for MULTI_LABEL, else None.
         labels: Label names in the order of their indices.
     """
     config.problem_type = _PROBLEM_TYPES.get(family)
@@ -78,7 +79,10 @@ class _GivenStates(nn.Module):
         self.states: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        """Return `states`, float[B, L, hidden_size], as the output of a base model."""
+        """Return `states`, float[B, L, hidden_size], as the output of a base model.
+
+        NativeHead sets them. They are pooled too if there is a pooler. Arguments are not used.
+        """
         pooled = self.pooler(self.states) if self.pooler is not None else None
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=self.states, pooler_output=pooled
@@ -92,8 +96,8 @@ class NativeHead(nn.Module):
     `task_model` until `reset_parameters` draws new ones.
 
     Args:
-        task_model: Model of the task class. It is changed: a stand-in replaces its base model,
-            which becomes the backbone.
+        task_model: Model of the task class. It is changed: a stand-in replaces its base model, and
+            takes its pooler. Get the base model, for the backbone, before.
         has_pooler_weights: Whether the pooler has trained weights, which `reset_parameters` keeps.
     """
 
@@ -130,6 +134,8 @@ class NativeHead(nn.Module):
 
     def forward(self, states: Tensor, packed: PackedTexts) -> Tensor:
         """Return the class's logits for the states [T, hidden_size] of a pack.
+
+        They are computed in the head's dtype, whatever that of `states`.
 
         Returns:
             float32[texts, labels] of a class for sequences, float32[T, labels] of one for tokens.
@@ -185,15 +191,16 @@ def build_hf_model(
 ) -> Any:
     """Return a float32 model of transformers' task class with the weights of a run.
 
-    The weights are those of `backbone` and `head`. The model is on the CPU and in eval mode. It is
-    an InputError if transformers has no class for the family, or none that can compute a linear
-    head. Outputs are not compared: see `check_same_outputs`.
+    The weights are those of `backbone` and `head`, not an optimizer's master weights. The model is
+    on the CPU and in eval mode. It is an InputError if transformers has no class for the family, or
+    none that can compute a linear head. Outputs are not compared: see `check_same_outputs`.
 
     Args:
         head: A linear layer or a NativeHead; not used in IR.
         labels: Label names in the order of their indices; not used in IR.
         padding: The tokenizer's padding id, for a config without one; None: none.
-        pooling: Pooling before a linear head, for classes that can choose it.
+        pooling: Pooling before a linear head, only for EuroBERT, whose class can choose it: "mean"
+            or "cls", others are an InputError.
     """
     config = copy.deepcopy(
         head.model.config if isinstance(head, NativeHead) else backbone.model.config
@@ -294,7 +301,7 @@ def _express_linear_head(
 def compute_hf_outputs(model: Any, packed: PackedTexts) -> Tensor:
     """Return the outputs of a transformers model on packed texts, right-padded.
 
-    The model must be on the device of `packed`.
+    The model must be on the device of `packed`, and in eval mode.
 
     Returns:
         Logits, or states if the model has no head: float32[texts, size] of a class for sequences,
