@@ -56,7 +56,7 @@ def check_warmup(steps: int, warmup: float) -> None:
         warmup: Fraction of the steps that are warmup.
 
     Raises:
-        InputError: The only step would have learning rate 0.
+        InputError: `steps` is 1 and `warmup` is not 0: the only step would have learning rate 0.
     """
     if steps == 1 and warmup:
         raise InputError(
@@ -72,7 +72,8 @@ class MasterWeightOptimizer:
     `model` have float32 master weights, which take their gradients in the backward pass, except
     with precision "paper-bf16", whose optimizer state is 16-bit too. A master weight starts from
     the parameter's attribute `unrounded`, if it exists (see `load_backbone`), and the attribute is
-    removed. Parameters without `requires_grad` are left out.
+    removed. Parameters without `requires_grad` are left out; biases and norms have no weight decay.
+    The warmup is rounded up to whole steps.
 
     Args:
         learning_rate, steps: Peak learning rate, and number of steps after which it is 0.
@@ -167,8 +168,9 @@ class MasterWeightOptimizer:
     def all_reduce_gradients(self) -> None:
         """Replace each gradient by its sum over all ranks.
 
-        All ranks must call this after their backward passes and before `step`. A gradient that only
-        other ranks have counts as 0 on this rank.
+        All ranks must call this after their backward passes and before `step`, in torch's default
+        process group. A gradient that only other ranks have counts as 0 on this rank; one that no
+        rank has stays None.
         """
         masters = list(self._masters.values())
         has_gradient = torch.tensor(
@@ -207,11 +209,11 @@ class MasterWeightOptimizer:
     def step(self) -> float:
         """Clip gradients, update weights and learning rate, and set gradients to None.
 
-        If the gradient norm is NaN or inf, neither weights nor learning rate change, and nothing is
+        If the gradient norm is NaN or inf, only the gradients are set to None, and nothing is
         raised. Parameters without a gradient do not change.
 
         Returns:
-            The gradient norm before clipping.
+            The norm of this rank's gradients before clipping.
         """
         learned = [
             (parameter, master)

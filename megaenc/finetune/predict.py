@@ -56,8 +56,9 @@ class PredictConfig:
 def predict_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune predict`: write a line of JSON for each row of a file.
 
-    The lines go to --output. Without it they go to stdout, and everything else to stderr. Wrong
-    input, such as an existing --output without --overwrite, exits with 2.
+    A line is the result of `predict`, with the row's `id` if it has one. The lines go to --output,
+    all at the end. Without it they go to stdout, and everything else to stderr. Wrong input, such
+    as an existing --output without --overwrite, exits with 2.
 
     Args:
         argv: Arguments after `megaenc finetune predict`; None: `sys.argv[1:]`.
@@ -255,12 +256,11 @@ def predict(
 ) -> list[dict[str, Any]]:
     """Return the predictions of a fine-tuned model, one for each example, in order.
 
-    A prediction is {"label", "score"} in SC, with the probability of the label from 0 to 1, rounded
-    to 6 digits; {"label"}, a number rounded to 6 digits, in regression; {"labels"}, a list of
-    names, in MULTI_LABEL; {"tags"}, a list with a tag's name for each word, in TC; {"answer"}, a
-    text, empty if there is none, in QA. Progress and the number of texts that are cut are printed.
-    It is an InputError if the directory holds no such model, a row cannot be tokenized, or a score
-    is NaN.
+    A prediction is {"label": name, "score": probability} in SC, {"label": number} in regression,
+    {"labels": names} in MULTI_LABEL, {"tags": a name for each word, O if it was cut off} in TC, and
+    {"answer": text, or ""} in QA, with numbers rounded to 6 digits. Progress and the number of cut
+    texts are printed. A directory without such a model, a row that cannot be tokenized and a score
+    that is NaN are an InputError. The GPU is used if there is one.
 
     Args:
         directory: Directory that --save-model or --keep wrote.

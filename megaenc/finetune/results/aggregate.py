@@ -50,8 +50,9 @@ class Interval:
 def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> Interval:
     """Return the mean of `scores`, at least one, and half its 95 % interval's width.
 
-    Half the width is q standard errors, NaN for one score. q is 1.96 if `kind` is "normal", as in
-    the study, or the 97.5 % quantile of Student's t with n - 1 degrees of freedom if it is "t".
+    Half the width is q standard errors (of the deviation with n - 1), NaN for one score. q is 1.96
+    if `kind` is "normal", as in the study, or the 97.5 % quantile of Student's t with n - 1 degrees
+    of freedom if it is "t".
     """
     mean = math.fsum(scores) / len(scores)
     count = len(scores)
@@ -185,8 +186,8 @@ def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list
     They are in the order of first appearance in `results`.
 
     Args:
-        grid: Rates and seeds to use; results outside it are dropped. None: for each data set, all
-            rates and seeds of any model on it, ascending.
+        grid: Rates and seeds to use; results outside it are dropped. None: for each family, data
+            set and training set, all rates and seeds that any model has there, ascending.
     """
     runs_by_cell: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     rates_and_seeds: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(
@@ -211,8 +212,9 @@ def group_cells(results: Iterable[Result], grid: GridSpec | None = None) -> list
 def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
     """Return the groups of two or more cells to average, of one model and family.
 
-    A group is the family's three data sets in the study (STUDY_DATASETS), or all if one of these is
-    missing. There is one group, or one for each training set if `has_repeated_datasets`.
+    There is one group, or one for each training set if `has_repeated_datasets`. A group has the
+    family's three data sets in the study, in the order of STUDY_DATASETS, or all its cells if it
+    lacks one of these.
 
     Args:
         members: All cells of the model and family.
@@ -234,7 +236,11 @@ def group_for_averages(family: str, members: Sequence[ScoreCell]) -> list[list[S
 
 
 def has_repeated_datasets(members: Sequence[ScoreCell]) -> bool:
-    """Return whether two cells have the same data set, after different training sets."""
+    """Return whether two cells have the same data set, after different training sets.
+
+    Args:
+        members: Cells of one model and family.
+    """
     return len({cell.dataset for cell in members}) < len(members)
 
 
@@ -243,8 +249,8 @@ def average_by_seed(
 ) -> dict[int, float] | None:
     """Return the mean over cells of a test metric, each at its chosen rate, by seed.
 
-    It is a fraction. The result is None if the seeds of the cells differ, if a number is missing,
-    or without cells.
+    It is a fraction. The result is None if the seeds of the cells differ, if a cell has no chosen
+    rate or a run at it lacks the metric, or without cells.
 
     Args:
         metric: Name of a metric, or PAPER_SCORE.

@@ -125,7 +125,7 @@ class SplitScores:
 
     `score` is the study's, in regression the mean of two correlations, from -1 to 1; `metrics` are
     the standard ones by name, and `baseline` has both ("score" and the metrics) of a trivial
-    predictor on the same examples. The latter two are {} if the file lacks them.
+    predictor on the same examples. `metrics` and `baseline` are {} if the file lacks them.
     `collapsed` is the reason if the predictions are worthless, such as "constant prediction
     positive", else None.
     """
@@ -202,6 +202,7 @@ def run_directory(
 
     Args:
         tree: Directory of the model's results.
+        family: Value of a TaskFamily.
         train_on: Name of the training set.
         rate: Peak learning rate.
     """
@@ -213,9 +214,9 @@ def run_directory(
 class DatasetResult:
     """Result of a run on one data set, as `write_result` writes it.
 
-    `scores` are by split, `seconds` by stage, `steps` the number of training steps to the end or to
-    the data set's early stop. `trained` is the SHA-256 (hex) of the weights that were evaluated,
-    `protocol` the job's with automatic values resolved.
+    `scores` are by split (validation, test), `seconds` by stage, `steps` the number of training
+    steps to the end or to the data set's early stop. `trained` is the SHA-256 (hex) of the weights
+    that were evaluated, `protocol` the job's with automatic values resolved.
     """
 
     dataset: str
@@ -258,7 +259,7 @@ def write_result(job: FinetuneJob, result: DatasetResult) -> None:
 
 
 def write_failure(job: FinetuneJob, reason: str, *, step: int, protocol: FinetuneConfig) -> None:
-    """Write failed.json for each evaluation data set of `job`.
+    """Write failed.json for each evaluation data set of `job`, atomically.
 
     Args:
         reason: Text on the failure, in one line.
@@ -288,7 +289,8 @@ def _build_identity(job: FinetuneJob, dataset: str, protocol: FinetuneConfig) ->
 def describe_job(job: FinetuneJob, dataset: str) -> dict[str, Any]:
     """Return model, task, data, rate and seed of a run, as its files record them.
 
-    `validation_fraction` is among them only if it has split the data.
+    The keys are model, family, dataset, train_on, learning_rate and seed, and validation_fraction
+    if it has split the data.
     """
     values = {
         "model": job.model.name,
@@ -383,7 +385,8 @@ def find_protocol_difference(
     """Return the first protocol or fingerprint value that differs in a result file.
 
     It is a clause such as "batch_size is 16 there, 32 here"; None if nothing differs, or if the
-    file is unreadable or lacks the values. Only the start of the file is read.
+    file is unreadable or lacks the values. An empty `precision` and 0 as `max_length` of `protocol`
+    fit any value. Only the start of the file is read.
 
     Args:
         file: results.json or failed.json.
@@ -431,12 +434,12 @@ def _compare_with_file(
 def read_result_tree(root: str | Path) -> list[Result]:
     """Return the Result of each finished or failed run below `root`, sorted by path.
 
-    Runs are directories MODEL/FAMILY/DATASET/RUN; others, and unfinished runs, are left out. Scores
-    of single examples, gigabytes in the study's tree, are not parsed.
+    Runs are directories `root`/MODEL/FAMILY/DATASET/RUN; others, and unfinished runs, are left out.
+    Scores of single examples, gigabytes in the study's tree, are not parsed.
 
     Raises:
-        InputError: `root` is unreadable or has no run, or there is a run twice, or a malformed
-            result file.
+        InputError: `root` is unreadable or has no run, a result file is malformed, or two names of
+            directories, such as lr2e-05_sd0 and lr2e-5_sd0, are one run.
     """
     results: dict[tuple, Result] = {}
     for path in _iterate_run_directories(Path(root)):
@@ -567,8 +570,9 @@ def _read_bytes(path: Path) -> bytes:
 def drop_score_lists(content: bytes) -> bytes:
     """Return the JSON text of a result file without scores of single examples.
 
-    It is faster to parse. Values of scores_i and metrics_i become null, or "equal" for a list of at
-    least two equal numbers, which may be a collapse.
+    It is faster to parse. The list scores_i and the object metrics_i each become null as a whole;
+    a list of at least two equal numbers, which may be a collapse, becomes "equal". Nothing else is
+    changed or checked.
     """
 
     def short(match: re.Match[bytes]) -> bytes:
@@ -588,15 +592,15 @@ def _all_equal(numbers: bytes) -> bool:
 def read_example_scores(path: Path, metric: str | None) -> list[float]:
     """Return the test score of each example by `metric`, in the order of the split.
 
-    The list is empty if the file has no such scores, or if their mean is not the split's, as for
-    span F1.
+    Scores are fractions. The list is empty if the file has only the split's value, or if that is
+    not the mean of the examples', as for span F1.
 
     Args:
         path: results.json of a run.
         metric: Name of a metric; None: the study's score.
 
     Raises:
-        InputError: The file is missing, unreadable or malformed, or lacks the metric.
+        InputError: The file is missing, unreadable or malformed, or lacks the split's value.
     """
     try:
         test = parse_json(_read_bytes(path))["test"]

@@ -56,7 +56,8 @@ class SummaryRow:
     rate has all seeds, the mean of an average also if its data sets have other seeds. `half` is
     half the width of the interval, None also for one seed. `baseline` is the metric of a trivial
     predictor, None if unknown. `runs` is text such as `30/30`, `collapsed` such as
-    `2 of 5: REASON`, or empty without such runs; both are empty in averages.
+    `2 of 5: REASON` of runs at the chosen rate, or empty without such runs; both are empty in
+    averages.
     """
 
     model: str
@@ -111,7 +112,8 @@ class GridSummary:
     """Summary of a results tree: rows of its tables, and collapsed and failed runs.
 
     `build_summary` builds it. `rows` are those of the score table, averages included, `rates` those
-    of the learning-rate table. `collapsed` has finished runs with worthless predictions.
+    of the learning-rate table. `collapsed` has finished runs with worthless predictions, `failed`
+    those that failed.
     """
 
     rows: list[SummaryRow]
@@ -143,8 +145,8 @@ def build_summary(
 ) -> GridSummary:
     """Return the GridSummary of `results`, sorted by family, model and data set.
 
-    Averages follow the data sets of their family and model. A standard metric is left out if a
-    finished run of the row lacks it.
+    Rates and seeds are those of `group_cells` without a grid. Averages follow the data sets of
+    their family and model. A standard metric is left out if a finished run of the row lacks it.
 
     Args:
         results: Finished and failed runs, such as those of `read_result_tree`.
@@ -331,11 +333,11 @@ def _iterate_unusable_runs(summary: GridSummary) -> Iterator[tuple[str, Result, 
 
 
 def format_notes(summary: GridSummary) -> list[str]:
-    """Return a line per model and data set for failed runs, and others for collapses.
+    """Return lines on collapsed runs, then on failed ones, each with rates and seeds.
 
-    Collapsed runs finished with worthless predictions; each reason has a line. A line has the
-    reason, of failed runs the first one's, and the rates and seeds of its runs. Without such runs
-    the list is empty.
+    Collapsed runs finished with worthless predictions; there is a line per model, data set and
+    reason. Failed runs have a line per model and data set, with the reason of the first one.
+    Without such runs the list is empty.
     """
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
     # Failures differ in their step, so they are grouped without the reason.
@@ -358,8 +360,8 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
     """Return the summary as the text of a file.
 
     Args:
-        suffix: Format: ".json" (everything), ".csv" (only `rows`, averages included), or, for any
-            other suffix, Markdown tables and notes.
+        suffix: Format, in lower case: ".json" (everything), ".csv" (only `rows`, averages
+            included), or, for any other suffix, Markdown tables and notes.
     """
     if suffix == ".json":
         values: dict[str, list] = {
@@ -431,8 +433,8 @@ def format_summary(summary: GridSummary, suffix: str) -> str:
 def summary_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune summary`: print the tables of a results directory.
 
-    With --output they are written to a file too, in the format of its suffix (see
-    `format_summary`); an existing file is replaced. Wrong input exits with 2.
+    With --output they are written to a file too, in the format of its suffix .json, .csv or .md
+    (see `format_summary`); an existing file is replaced. Wrong input exits with 2.
 
     Args:
         argv: Arguments after `megaenc finetune summary`; None: `sys.argv[1:]`.
