@@ -119,8 +119,8 @@ class FinetuneTask(ABC):
     def encode(self, examples: Examples, encoder: TextEncoder) -> TokenizedSplit:
         """Return the tokenized `examples`, with targets as columns.
 
-        The order is that of the examples. Only examples, encoder and labels determine the result,
-        which may thus be cached.
+        The order is that of the examples; too long ones are cut to `encoder.max_length` tokens.
+        Only examples, encoder and labels determine the result, which may thus be cached.
         """
 
     @abstractmethod
@@ -145,9 +145,10 @@ class FinetuneTask(ABC):
         return
 
     def clear_cache(self) -> None:
-        """Drop cached outputs of the model.
+        """Drop cached outputs of the model: in retrieval, the embeddings of documents.
 
-        Call it after an evaluation, before the weights change.
+        Call it after an evaluation, before the weights change: later evaluations of the same model
+        and documents use them.
         """
         return
 
@@ -162,7 +163,8 @@ class FinetuneTask(ABC):
     def build_head(self, hidden_size: int) -> nn.Module:
         """Return a new linear layer, hidden_size to `output_count`, in float32.
 
-        Weights are random (sd 0.02) by torch's generator, the bias is zero.
+        It is on torch's default device. Weights are random (sd 0.02) by torch's generator, the bias
+        is zero. Retrieval returns the identity.
         """
         head = nn.Linear(hidden_size, self.output_count)
         nn.init.normal_(head.weight, std=0.02)
@@ -173,7 +175,8 @@ class FinetuneTask(ABC):
     def label_names(self) -> tuple[str, ...]:
         """Return the names of the head's outputs, in order: the labels of the data set.
 
-        They are OUTSIDE and INSIDE in QA, and empty in retrieval, which has no head.
+        They are OUTSIDE and INSIDE in QA, "score" in regression, and empty in retrieval, which has
+        no head.
         """
         return self.dataset.labels
 
@@ -208,16 +211,17 @@ class FinetuneTask(ABC):
         return states
 
     def get_targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
-        """Return the target of each output of the texts `rows`, for `sum_loss`.
+        """Return the target of each output of the texts `rows`, in their order.
 
-        Subclasses that use the default `backward` override it.
+        `sum_loss` takes them. Subclasses that use the default `backward` override it.
 
         Returns:
             int64[outputs], label indices, IGNORE_INDEX for outputs without a label; float32 of
             the shape of the outputs in regression and MULTI_LABEL.
 
         Raises:
-            NotImplementedError: The subclass has a loss of its own (retrieval).
+            NotImplementedError: The subclass does not override it, as retrieval, which has a loss
+                of its own.
         """
         raise NotImplementedError
 
@@ -234,7 +238,8 @@ class FinetuneTask(ABC):
         """Backpropagate the mean loss over targets of the texts `rows`; return the loss.
 
         Gradients are added to those that parameters have. Texts that do not fit in one forward pass
-        take several.
+        take several. The model must be in train mode. The loss is 0 if no text has a target; NaN
+        and inf are returned.
 
         Args:
             data: Training split as tokenized by `encode`.
@@ -276,8 +281,8 @@ class FinetuneTask(ABC):
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Yield (indices into `rows`, outputs) of each forward pass in eval mode.
 
-        Outputs are those of `compute_outputs`, in the order of the indices. Passes of shorter texts
-        come first. The model stays in eval mode.
+        Outputs are those of `compute_outputs`, on the model's device, in the order of the indices.
+        Passes of shorter texts come first. The model stays in eval mode.
 
         Args:
             rows: Indices of texts in `data`.

@@ -20,7 +20,7 @@ class Classification(FinetuneTask):
     family: ClassVar[TaskFamily] = TaskFamily.SC
 
     def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> TokenizedTexts:
-        """Return the tokenized texts of `examples`, with their labels.
+        """Return the texts of `examples` as tokenized by `encoder.encode`, with labels.
 
         A pair's two texts are joined by the tokenizer. The column `labels` has the result of
         `encode_labels`.
@@ -30,11 +30,13 @@ class Classification(FinetuneTask):
         return rows
 
     def encode_labels(self, examples: list[LabelledText]) -> np.ndarray:
-        """Return the class index of each example, int64[n]."""
+        """Return the class index of each example, int64[n], which is its `label`."""
         return np.array([example.label for example in examples], dtype=np.int64)
 
     def pool(self, states: Tensor, packed: PackedTexts) -> Tensor:
         """Return the pooled states of each text of a pack, float32[texts, hidden_size].
+
+        `protocol.pooling` selects their mean, or the state of the first or last token.
 
         Args:
             states: States of the tokens of `packed`, [T, hidden_size].
@@ -54,7 +56,8 @@ class Classification(FinetuneTask):
     ) -> Scores:
         """Return the Scores of the model on a split: accuracy and Matthews correlation.
 
-        The score is the accuracy. The baseline always predicts the split's most frequent class.
+        The metrics are `accuracy`, which is the score, and `matthews_correlation`. The baseline
+        always predicts the split's most frequent class.
 
         Args:
             data: Result of `encode`.

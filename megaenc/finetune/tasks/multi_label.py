@@ -16,8 +16,8 @@ from megaenc.finetune.tokenized import TokenizedTexts
 class MultiLabel(Classification):
     """Multi-label classification on a text's pooled states, by binary cross-entropy.
 
-    A label is predicted if its probability, the sigmoid of its logit, is at least `threshold`. The
-    score is the micro F1.
+    A label is predicted if its probability, the sigmoid of its logit, is at least `threshold`: 0.5,
+    or the one of `calibrate`. The score is the micro F1.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.MULTI_LABEL
@@ -25,7 +25,7 @@ class MultiLabel(Classification):
     """Smallest probability of a predicted label; `calibrate` may change it."""
 
     def encode_labels(self, examples: list[LabelledText]) -> np.ndarray:
-        """Return 1 for each label of each example, else 0, float32[n, labels]."""
+        """Return 1 for each index in an example's `label`, else 0, float32[n, labels]."""
         labels = np.zeros((len(examples), self.output_count), dtype=np.float32)
         for row, example in zip(labels, examples, strict=True):
             row[list(example.label)] = 1
@@ -54,6 +54,8 @@ class MultiLabel(Classification):
     def calibrate(self, model: TaskModel, data: TokenizedTexts) -> None:
         """Set `threshold` to the one with the best micro F1, with --threshold auto.
 
+        With another --threshold nothing is computed.
+
         Args:
             model: Model to predict with.
             data: Validation split.
@@ -70,9 +72,9 @@ class MultiLabel(Classification):
     ) -> Scores:
         """Return the Scores of the model on a split: micro and macro F1.
 
-        The score is the micro F1, which no example has, so that `scores_i` and `metrics_i` are
-        empty. With --threshold auto the threshold is among the metrics. The baseline predicts the
-        split's most frequent label for each text.
+        The metrics are `micro_f1`, which is the score, `macro_f1` and, with --threshold auto,
+        `threshold`. Single examples have none, so `scores_i` and `metrics_i` are empty. The
+        baseline predicts the split's most frequent label for each text.
 
         Args:
             data: Result of `encode`.
@@ -101,8 +103,8 @@ class MultiLabel(Classification):
 def compute_f1(gold: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
     """Return the micro and the macro F1 of predicted labels, by metric name.
 
-    `micro_f1` is over all texts and labels, `macro_f1` the mean over labels. The F1 of a label that
-    is neither gold nor predicted is 0.
+    `micro_f1` is over all texts and labels, `macro_f1` the mean over labels. An F1 without gold and
+    predicted labels is 0.
 
     Args:
         gold: Whether a text has a label, bool[texts, labels].
@@ -119,11 +121,11 @@ def compute_f1(gold: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
 def choose_threshold(gold: np.ndarray, probabilities: np.ndarray) -> float:
     """Return the threshold of probabilities with the best micro F1.
 
-    Of equal ones it is the highest. It is halfway between two probabilities, so that rounding
-    changes no prediction.
+    Of equal ones it is the highest. It is halfway between two neighbouring probabilities, so that
+    rounding changes no prediction, or half the smallest one. At least one label is predicted.
 
     Args:
-        gold: 1 for each label of a text, else 0, [texts, labels], with at least one entry.
+        gold: 1 for each label of a text, else 0, [texts, labels], not empty.
         probabilities: Probability of each label, float32[texts, labels].
     """
     order = np.argsort(-probabilities, axis=None, kind="stable")

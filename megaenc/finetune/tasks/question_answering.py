@@ -25,11 +25,11 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 class QuestionAnswering(FinetuneTask):
     r"""Question answering (QA) by cross-entropy of inside or outside the answer.
 
-    All sub-tokens have a label. The score is position F1.
+    All sub-tokens, special tokens too, have a label. The score is position F1.
 
-    The text is "Question: {question}\nContext: {context}", its two halves tokenized separately.
-    Too long a text loses the end of its context, then of its question. Only the first answer is
-    learned: sub-tokens that overlap it are inside.
+    The text is "Question: {question}\nContext: " and the context, tokenized separately. Too long a
+    text loses the end of its context, then of its question. Only the first answer is learned:
+    sub-tokens that overlap it are inside.
 
     The predicted positions are all sub-tokens labelled inside. The predicted answer is the text of
     their run in the context with the largest mean log-odds, so that a short certain run beats a
@@ -44,10 +44,10 @@ class QuestionAnswering(FinetuneTask):
         """Return tokenized texts with columns of their contexts and answers.
 
         By row: `context`, int32[n, 2], token range of the context in the row; `gold`, int32[n, 2],
-        that of the first answer before the text is cut, (0, 0) without answer. By token: `offsets`,
-        int32[N, 2], character range in the context, (0, 0) outside it; `inside`, int64[N], 1 within
-        the first answer, else 0. The end of a range is excluded. The number of questions that are
-        cut is printed.
+        that of the first answer before the text is cut, so perhaps past the row's end, (0, 0)
+        without answer. By token: `offsets`, int32[N, 2], character range in the context, (0, 0)
+        outside it; `inside`, int64[N], 1 within the first answer, else 0. The end of a range is
+        excluded. The number of questions that are cut is printed.
         """
         prefixes = [f"Question: {example.question}\nContext: " for example in examples]
         # A paragraph has several questions.
@@ -234,6 +234,8 @@ def _filter_gold_answers(golds: Sequence[str]) -> Sequence[str]:
 
 def find_best_span(log_odds: np.ndarray) -> tuple[int, int] | None:
     """Return the run of positive log-odds with the largest mean, the first of equals.
+
+    A run is as long as possible: no positive log-odds are next to it.
 
     Args:
         log_odds: float[sub-tokens of the context], the logit of inside minus that of outside.
