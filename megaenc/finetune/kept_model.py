@@ -213,13 +213,12 @@ class ModelKeeper:
         `job.save_model`, if given, always gets the model. The results get it with `job.keep` "all";
         with "best" only if its validation score is the best of all results so far of this model and
         training set (of equal ones, the lower rate, then the lower seed is best), and models kept
-        by the other runs are removed. Runs that keep models of one training set wait for each
-        other. Other outputs of transformers are an InputError, and no results are written.
+        by the other runs are removed. Such runs of a data set wait for each other. Other outputs of
+        transformers are an InputError, and no results are written.
 
         Args:
             data: Test split, to compare outputs on.
-            evaluate: Function that returns the scores of `model` by split and leaves it in eval
-                mode, called only if `model` is written.
+            evaluate: Function that scores `model` by split in eval mode, called if it is written.
             results: Results on all data sets. The first gives the score and the model's directory.
         """
         job = self.job
@@ -298,8 +297,7 @@ class ModelKeeper:
             result: Result of the run.
 
         Raises:
-            InputError: transformers computes other outputs, or `target` cannot be written or is not
-                empty; nothing is left.
+            InputError: transformers computes other outputs, or `target` has files; nothing is left.
         """
         with create_parent_with_rollback(target, "--save-model"), atomic_dir(target) as directory:
             padding = padding_id(self.encoder.tokenizer)

@@ -260,17 +260,14 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """Return (attention, None) within each text of the current pack, for transformers.
+    """Return (attention [1, T, heads, dim], None) within each text, for transformers.
 
-    The pack and the direction of attention are those of the `Backbone.compute_states` in progress.
-    The attention is [1, T, heads, dim].
+    Texts and direction are those of the `Backbone.compute_states` in progress.
 
     Args:
         query, key, value: [1, heads, T, dim], for key and value with groups instead of heads.
         scaling: Factor of the scores; None: dim ** -0.5.
-        dropout: Probability that an attention weight is dropped.
-        sliding_window: Visible tokens on each side, the own one included (but see
-            `Backbone.has_wide_window`); None: all.
+        sliding_window: Visible tokens to a side, with itself (see `has_wide_window`); None: all.
 
     Raises:
         NotImplementedError: A score bias, softcap, sinks, a cache, an attention mask, a batch of

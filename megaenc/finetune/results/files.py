@@ -488,8 +488,8 @@ def _iterate_run_directories(path: Path, levels: int = 4) -> Iterator[Path]:
 def read_result(path: Path) -> Result | None:
     """Return the Result in the run directory `path`, MODEL/FAMILY/DATASET/RUN.
 
-    It is None if the directory's name is no run's, or if it has neither results.json nor
-    failed.json.
+    These four names give those in the result, which is None if RUN is no run's name, or if there is
+    neither results.json nor failed.json.
 
     Raises:
         InputError: A result file is malformed.
