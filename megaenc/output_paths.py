@@ -39,9 +39,9 @@ def refuse_existing(path: Path, flag: str) -> None:
 def report_stale_files(*paths: Path) -> None:
     """Print the existing temporary files for `paths`, such as stopped runs leave.
 
-    Only rank 0 prints, nothing if there are none. All paths are in one directory. Files of a live
-    writer are printed too, and none is removed: a process id in the name may now belong to another
-    process or to another machine.
+    Only rank 0 prints, to stdout, nothing if there are none. `paths` are one or more of one
+    directory. Files of a live writer are printed too, and none is removed: a process id in the name
+    may now belong to another process or to another machine.
     """
     stale_files = find_stale_temp_files(*paths)
     if stale_files:
@@ -59,7 +59,7 @@ def report_stale_files(*paths: Path) -> None:
 
 
 def check_parent_writable(path: Path, flag: str) -> None:
-    """Raise InputError, naming `flag`, if no file can be created on the way to `path`.
+    """Raise InputError, naming `flag`, if `path` is below no writable directory.
 
     A temporary file is created, and removed again, in the nearest existing directory above `path`,
     as other commands may be creating the directories between.

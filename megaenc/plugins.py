@@ -18,7 +18,7 @@ class Registry(Generic[T]):
     """Classes or functions by name, registered here or offered by installed packages.
 
     A package offers one by an entry point in `group`, `NAME = "module:object"`. A name that is both
-    registered and offered is an error, unless both are the same object.
+    registered and offered is an error of `find`, unless both are the same object.
 
     Args:
         group: Group of entry points, such as `megaenc.objectives`.
@@ -37,7 +37,8 @@ class Registry(Generic[T]):
         """Register `value` under `name` in this process.
 
         Raises:
-            ValueError: `name` is registered already, or `find_defect` refuses the value.
+            ValueError: `name` is registered already, even for this value, or `find_defect` refuses
+                it.
         """
         if defect := self._find_defect(name, value):
             raise ValueError(f"{value!r} {defect}")
@@ -109,10 +110,13 @@ class Registry(Generic[T]):
         return value
 
     def package_origin(self, name: str, value: T) -> str | None:
-        """Return `PACKAGE VERSION (HASH of the source file)` of what a package offers.
+        """Return `PACKAGE VERSION (HASH)` of the package that offers `value` as `name`.
 
-        HASH is the first 12 digits of the SHA-256. None for an object that no installed package
-        offers.
+        HASH is the first 12 digits of the SHA-256 of the value's source file. None if no installed
+        package offers it.
+
+        Raises:
+            OSError: The source file cannot be read.
         """
         for offer in self._offers.select(name=name):
             if offer.value == _import_path(value):

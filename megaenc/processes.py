@@ -23,7 +23,8 @@ KILL_TIMEOUT = 5.0
 def python_command(*words: str) -> list[str]:
     """Return the command of this Python interpreter with arguments `words`.
 
-    It is a list for `subprocess`. The current directory is not on the module path.
+    It is a list for `subprocess`. By -P the current directory is not on the module path; run it
+    with a `python_environment` if it imports this package.
     """
     return [sys.executable, "-P", *words]
 
@@ -51,7 +52,7 @@ def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
     """Set variables in `os.environ` for the `with` block.
 
     It is for libraries that start processes. After the block the variables have their values from
-    before.
+    before; those that had none are removed.
     """
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
@@ -68,8 +69,8 @@ def set_child_environment(environment: Mapping[str, str]) -> Iterator[None]:
 def with_pdeathsig(command: Sequence[str]) -> list[str]:
     """Return a command that runs `command` so that it ends with this process.
 
-    The kernel sends it SIGKILL, and it starts with SIGUSR2 ignored. Start it in this process's main
-    thread, with a `python_environment`.
+    When this process ends, the kernel sends it SIGKILL. It starts with SIGUSR2 ignored. Start it in
+    this process's main thread, with a `python_environment`.
     """
     return python_command(
         "-c",
@@ -83,8 +84,11 @@ def exec_with_pdeathsig() -> None:
     """Replace this process by the command `sys.argv[2:]`, killed when its parent ends.
 
     `with_pdeathsig` builds the command line that calls it. The parent has the process id
-    `sys.argv[1]`; the kernel sends SIGKILL. If it has ended already, this process exits with code
-    1. The command starts with SIGUSR2 ignored.
+    `sys.argv[1]`; the kernel sends SIGKILL. If it has ended already, this process exits with code 1
+    and without cleanup. The command starts with SIGUSR2 ignored.
+
+    Raises:
+        OSError: The command cannot be started.
     """
     set_up_child(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
@@ -94,7 +98,7 @@ def set_up_child(parent: int) -> None:
     """Make this process end with its parent, and ignore SIGUSR2 from a cluster.
 
     The parent has the process id `parent`; the kernel sends SIGKILL. If it has ended already, this
-    process exits with code 1.
+    process exits with code 1, without cleanup.
     """
     die_with_parent(parent)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -117,7 +121,7 @@ def exit_on_sigterm() -> Iterator[None]:
     """Make SIGTERM (code 143) and SIGHUP (129) exit through `finally` clauses.
 
     This holds during the `with` block. SIGHUP is sent when a terminal closes, and stays ignored if
-    it is, as under nohup. Shell and kernel both send it: the second one is ignored.
+    it is, as under nohup. Shell and kernel both send SIGHUP: only its second one is ignored.
 
     Raises:
         ValueError: This is not the main thread.
@@ -144,10 +148,13 @@ class ChildProcess:
     Ctrl-C does not reach it, and `kill` reaches all its processes. Its standard input is empty.
 
     Args:
-        command: Command that must end with this process (see `with_pdeathsig`).
+        command: Command by `with_pdeathsig`, so that it ends with this process.
         environment: All environment variables of the process.
-        output: File of stdout and stderr; None: those of this process.
+        output: Open file, or its descriptor, for stdout and stderr; None: those of this process.
         pass_fds: File descriptors that stay open in the process.
+
+    Raises:
+        OSError: The command cannot be started.
     """
 
     def __init__(
@@ -205,8 +212,8 @@ class ChildProcess:
     def kill(self) -> None:
         """Kill the process and everything in its session by SIGKILL.
 
-        Waits up to `KILL_TIMEOUT` seconds for its end. Does nothing if the process was reaped
-        already.
+        Waits up to `KILL_TIMEOUT` seconds for its end, and then returns without an error. Does
+        nothing if the process was reaped already.
         """
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -36,7 +36,7 @@ class ClusterConfig:
     the background at once and `debug` runs them in this process"""
 
     def build_submitit_parameters(self) -> dict[str, Any]:
-        """Return Slurm's parameters by submitit's names; {} for its other executors.
+        """Return Slurm's parameters by submitit's names; {} for any other executor.
 
         The time limit is not among them: `submit_tasks` sets it.
 
@@ -85,9 +85,9 @@ def submit_tasks(
     One task, a function without arguments, is a job; several are a job array. None is waited for.
 
     Args:
-        logs: Directory of submitit's files, one subdirectory for each job.
+        logs: Directory of submitit's files, one subdirectory for each job; created if missing.
         name: Name of the job.
-        cluster: Executor and time limit; its other flags are not read.
+        cluster: Executor and time limit in minutes; its other flags are not read.
         parameters: Further parameters by submitit's names (see `build_submitit_parameters`).
 
     Raises:

@@ -20,9 +20,9 @@ class PrefixLanguageModeling(Objective):
     """Objective `prefix_lm`: tokens after a random prefix are predicted causally.
 
     Tokens of the prefix see each other. For a document, or a cut piece, of L tokens, the prefix has
-    floor(u L) tokens, at most L - 1, with u drawn uniformly from [low, high). The token before each
-    of the later ones predicts it (T5, arXiv 1910.10683). The first token and special ones are never
-    predicted.
+    floor(u L) tokens, at most L - 1, with u drawn uniformly from [low, high), by default [0, 1).
+    The token before each of the later ones predicts it (T5, arXiv 1910.10683). The first token and
+    special ones are never predicted.
     """
 
     name = "prefix_lm"
@@ -47,8 +47,9 @@ class PrefixLanguageModeling(Objective):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of one pack, with a random prefix per document.
 
-        Text tokens after the prefix, never the first of a document, are predicted at the position
-        before them. Inputs are unchanged.
+        Its length is in `Targets.prefixes`. Text tokens after the prefix, never the first of a
+        document, are predicted at the position before them. Inputs are unchanged. A cut piece of a
+        document counts as one.
         """
         lengths = np.diff(pack.cu_seqlens).astype(np.int64)
         fractions = self.low + (self.high - self.low) * randomness.uniforms("prefix", len(lengths))

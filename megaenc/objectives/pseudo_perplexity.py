@@ -28,9 +28,9 @@ class PseudoPerplexity(Objective):
     passes, in random order. With as many passes as the longest document has tokens, one is hidden
     at a time, as in the paper.
 
-    `passes` must be given; `part` is the pass, from 0, that `targets` makes. `ahead` is the `shift`
-    of the model's training objective. The first `ahead` tokens of a document are neither hidden nor
-    predicted.
+    `passes`, 1 or more, must be given; `part` is the pass, from 0, that `targets` makes. `ahead`,
+    by default 0, is the `shift` of the model's training objective. The first `ahead` tokens of a
+    document are neither hidden nor predicted.
     """
 
     name = "pseudo_perplexity"
@@ -80,7 +80,7 @@ class PseudoPerplexity(Objective):
         """Return the Targets of one pack in pass `part`.
 
         The tokens of this pass are hidden, and predicted from `shift` positions earlier. They are
-        drawn from `randomness`, which must be the same in all passes.
+        drawn from `randomness`, which must be equal in all passes.
         """
         is_text = text_token_mask(self.vocabulary)[pack.tokens]
         is_hidden = (
@@ -142,7 +142,7 @@ def build_pseudo_perplexities(
         passes: Forward passes of each; 0 for an empty result.
 
     Raises:
-        InputError: The vocabulary has no mask token.
+        InputError: `passes` is negative, or it is not 0 and the vocabulary has no mask token.
     """
     if not passes:
         return {}

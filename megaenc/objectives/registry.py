@@ -22,7 +22,7 @@ def register(objective: ObjectiveClass) -> ObjectiveClass:
     `@dataclass(frozen=True)` stands below `@register`.
 
     Raises:
-        ValueError: The name is used, or the class invalid.
+        ValueError: The name is registered in this process already, or the class is invalid.
     """
     OBJECTIVES.register(getattr(objective, "name", ""), objective)
     return objective
@@ -30,6 +30,9 @@ def register(objective: ObjectiveClass) -> ObjectiveClass:
 
 def check_class(objective: type, source: str) -> None:
     """Check that a class can be an objective, whether or not its name is used.
+
+    It must be a dataclass under Objective with all of its methods, valid `name`, `attention`,
+    `shift` and `classes`, and no fields but options that `option` declares.
 
     Args:
         source: Origin of the class, with which the error begins, such as MODULE:CLASS.

@@ -60,14 +60,12 @@ _MAX_SUM_WEIGHT = 1 << 24
 class ScheduledObjective:
     """Objective of a phase with its weight in a mixture or sum.
 
-    The weights of a phase are the smallest whole numbers in their ratio, 1 without a combination.
-    The options go linearly from those of `start` at the first step of the phase to those of `end`,
-    of the same class, at the last.
+    The weights of a phase are the smallest whole numbers in the ratio of the text, 1 without a
+    combination. The options go linearly from those of `start` at the first step of the phase to
+    those of `end`, of the same class, at the last.
     """
 
     weight: int
-    """Weight of the objective in the phase's mixture or sum: the smallest whole numbers in the
-    ratio of the text, 1 without a combination."""
     start: Objective
     end: Objective
 
@@ -122,10 +120,11 @@ class Phase:
         """Return the objective that one of `choices` trains at a step.
 
         Its options change linearly from `choice.start` at `first_step` to `choice.end` at
-        `last_step`, where integers are rounded. In a phase of one step they are those of the start.
+        `last_step`; integers are rounded, half up. In a phase of one step they are those of the
+        start.
 
         Args:
-            choice: One of `choices`.
+            choice: One of `choices`, which is not checked.
             step: Step of the run. Steps outside the phase have the options of its ends.
         """
         length = self.last_step - self.first_step
@@ -160,7 +159,7 @@ class Phase:
 class Schedule:
     """Objective schedule of a run, by `build`.
 
-    Its phases cover the steps 1..train_iters in order. All methods are pure functions.
+    Its `phases` cover the steps 1..train_iters in order. All methods are pure functions.
     """
 
     phases: tuple[Phase, ...]
@@ -176,13 +175,14 @@ class Schedule:
         A phase given as a share ends at its cumulative share times `train_iters`, half rounded up.
 
         Args:
-            text: Schedule, such as `clm:0.25,mlm(mask=0.3):0.75`.
+            text: Schedule, such as `clm:0.25,mlm(mask=0.3):0.75`, in the syntax of this module.
             train_iters: Steps of the run.
             vocabulary: Vocabulary of the objectives.
             seed: Seed of the draws from mixtures.
 
         Raises:
-            InputError: The text is invalid, or does not fit `train_iters` or `vocabulary`.
+            InputError: The text is invalid or does not fit `vocabulary`, shares do not add up to 1
+                or steps to `train_iters`, or a phase has no step.
         """
         if train_iters < 1:
             raise InputError(f"--train-iters: found {train_iters}, expected at least 1")
@@ -219,8 +219,9 @@ class Schedule:
     def objectives(self, step: int) -> tuple[tuple[int, Objective], ...]:
         """Return (weight, objective) of each pass of a step, with interpolated options.
 
-        A sum has one for each objective. Any other phase has one of weight 1, in a mixture for the
-        objective that is drawn. Steps count from 1.
+        A sum has one for each objective, and each of its predictions counts `weight` times in the
+        loss. Any other phase has one of weight 1, in a mixture for the objective that is drawn.
+        Steps count from 1.
 
         Raises:
             ValueError: The step is outside the schedule.
@@ -267,26 +268,27 @@ class Schedule:
         return phase.text if phase.is_sum else self._draw_choice(step).text
 
     def final_objectives(self) -> dict[str, Objective]:
-        """Return the distinct objectives by text, with the last values of their options.
+        """Return the distinct objectives by text, with their options at a phase's end.
 
         They are in the order of the phases, those of mixtures and sums one by one. Keys are their
-        texts with these values, such as `mlm(mask=0.15)`.
+        texts with these options, such as `mlm(mask=0.15)`; a phase that ends with others adds one.
         """
         return {choice.end.describe(): choice.end for choice in self._distinct_choices()}
 
     def initial_objectives(self) -> dict[str, Objective]:
-        """Return the distinct objectives by text, with the first values of their options.
+        """Return the distinct objectives by text, with their options at a phase's start.
 
         They are in the order of the phases, those of mixtures and sums one by one. Keys are their
-        texts with these values, such as `mlm(mask=0.4)`.
+        texts with these options, such as `mlm(mask=0.4)`; a phase that starts with others adds one.
         """
         return {choice.start.describe(): choice.start for choice in self._distinct_choices()}
 
     def packages(self) -> dict[str, str]:
         """Return the packages and files that objectives need, by the objective's name.
 
-        Values are texts `PACKAGE VERSION (HASH)` and `FILE (HASH)`, separated by commas, with the
-        first 12 digits of SHA-256. Objectives that need none are left out.
+        Values are texts `PACKAGE VERSION (HASH)` and `FILE (HASH)`, sorted and joined by `, `.
+        HASH is the first 12 digits of the SHA-256 of the objective's source file, or of FILE.
+        Objectives that need none are left out.
 
         Raises:
             InputError: The files of an objective cannot be found.
@@ -341,7 +343,8 @@ def parse_objective(text: str, vocabulary: Vocabulary, flag: str) -> Objective:
         flag: Flag that gives the text, such as --objective, for errors.
 
     Raises:
-        InputError: The text is invalid, or has phases, a mixture, a sum or an option that changes.
+        InputError: The text is invalid or does not fit `vocabulary`, or has phases, a mixture, a
+            sum or an option that changes.
     """
     if re.search(r"[:,]", re.sub(r"\([^()]*\)", "", text)):
         raise InputError(

@@ -20,13 +20,14 @@ class SpanCorruption(MaskedLanguageModeling):
     """Objective `span_corruption`: T5's hidden spans, with tokens predicted in place.
 
     It follows Raffel et al. 2020 (arXiv 1910.10683). Of the n text tokens of a document, or cut
-    piece, m = n `mask` are hidden in m / `span` spans: hidden and visible tokens are each cut into
-    as many parts at random and alternate. A T5 decoder writes the spans; here an encoder predicts
-    each token at its position, so the length of a span is visible. m is rounded up or down at
-    random and the pattern rotated by a random distance, so that each token is hidden with
+    piece, m = n * `mask` are hidden in m / `span` spans: hidden and visible tokens are each cut
+    into as many parts at random and alternate. A T5 decoder writes the spans; here an encoder
+    predicts each token at its position, so the length of a span is visible. m is rounded up or down
+    at random and the pattern rotated by a random distance, so that each token is hidden with
     probability `mask`; T5 rounds m and starts with a visible part.
 
-    The limits of `mlm` with spans hold: `span` (1 - `mask`) is at least 1, and `unit` is `token`.
+    Hidden tokens become the mask token, except for the options `random` and `keep` of `mlm`. Its
+    limits with spans hold: `span` * (1 - `mask`) is at least 1, and `unit` is `token`.
     """
 
     name = "span_corruption"

@@ -18,7 +18,8 @@ _SUM_TOLERANCE = (
 def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
     """Check that an objective makes valid Targets of a pack.
 
-    They must be the same twice, and the pack must stay unchanged.
+    They must be as the docstring of Targets says and the same twice, and the pack must stay
+    unchanged. Without classes, labels must be the pack's tokens `shift` after their predictions.
 
     Args:
         seed: Seed of the draws of the objective.

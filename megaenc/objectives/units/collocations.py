@@ -62,8 +62,8 @@ class NgramTable(NamedTuple):
     """Frequent n-grams of one length n, each identified by its index in the arrays.
 
     counts: int64[N], occurrences; prefixes and suffixes: int64[N], its first and last n - 1 tokens
-    as indices in the table for n - 1 (for n = 1 the token id); total: number of n-grams of this
-    length in the corpus, rare ones included.
+    as indices in the table for n - 1 (for n = 1 both are the token id), in ascending order of
+    (prefix, suffix); total: number of n-grams of this length in the corpus, rare ones included.
     """
 
     counts: np.ndarray
@@ -79,6 +79,8 @@ def count_ngrams(
     most_sorted: int = _SORTED,
 ) -> list[NgramTable]:
     """Return the tables of the frequent n-grams of 1, 2, 3, 4 and 5 tokens.
+
+    There are always five; one without frequent n-grams is empty.
 
     Args:
         ids: int32[T], token ids, by `read_tokens`: a negative number stands at each place that no
@@ -200,8 +202,8 @@ def select_collocations(
 ) -> Collocations:
     """Return at most `count` Collocations of the highest PMI above 0.
 
-    FRACTIONS gives the fraction of each length; a length with too few n-grams leaves the rest of it
-    unused. Ties go to frequent ones.
+    Their shares by length are FRACTIONS, from half for 2 tokens to an eighth for 5. A length with
+    too few n-grams leaves the rest of its share unused. Ties go to frequent ones.
 
     Args:
         tables: Result of `count_ngrams`.
@@ -234,7 +236,8 @@ def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.n
     """Return the first `max_tokens` tokens of a corpus, for `count_ngrams`.
 
     They are int32, fewer if the corpus has fewer. -1 stands in place of special tokens, which count
-    as tokens, and as a further element after each document that is not empty.
+    as tokens. After each document that is not empty, the last one too if it is cut, comes a further
+    -1, which does not count.
     """
     documents = np.flatnonzero(corpus.document_lengths)
     ends = np.cumsum(corpus.document_lengths[documents])

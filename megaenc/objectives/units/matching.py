@@ -27,10 +27,11 @@ _ARRAYS = ("tokens", "pmi", "counts", "facts")
 
 @dataclass(frozen=True, eq=False)
 class Collocations:
-    """Token n-grams of 2 to 5 tokens, best first within each length.
+    """Token n-grams of 2 to 5 tokens, by ascending length, then best first.
 
     tokens: int32[C, 5], padded with -1; pmi: float32[C], in nats; counts: int64[C], occurrences in
-    the corpus; facts: their origin, `tokenizer` (the fingerprint), `corpus`, `tokens` and more.
+    the corpus; facts: their origin, such as `tokenizer` and `corpus` (fingerprints) and `tokens`
+    (the number of tokens that were counted, without special ones).
     """
 
     tokens: np.ndarray
@@ -46,7 +47,8 @@ class Collocations:
     def save(self, path: Path) -> None:
         """Write the file `path` atomically; equal collocations give equal bytes.
 
-        An existing file is replaced. The directory must exist.
+        Its format is npz, whatever its ending. An existing file is replaced. The directory must
+        exist.
         """
         facts = np.array(json.dumps({"format": _FORMAT, **self.facts}, sort_keys=True))
         with atomic_files(path) as [temporary], open(temporary, "wb") as stream:
@@ -67,7 +69,7 @@ class TrieLevel(NamedTuple):
 
 
 class CollocationMatcher:
-    """Trie of collocations, which finds them in tokens by exact keys."""
+    """Trie that is built from Collocations and finds them in tokens by exact keys."""
 
     def __init__(self, collocations: Collocations) -> None:
         tokens = collocations.tokens.astype(np.int64)
@@ -154,7 +156,8 @@ def _find_too_large_array(path: str) -> str:
 def load_collocations(path: str) -> Collocations:
     """Return the Collocations in a file that `Collocations.save` wrote.
 
-    It is read once in a process; callers share the result and must not change it.
+    The last 8 paths stay in memory: callers share a result and must not change it, and a file that
+    changes later is not read again.
 
     Raises:
         InputError: The file is missing, of another kind or damaged.
@@ -223,12 +226,15 @@ def find_unit_starts(
 ) -> np.ndarray:
     """Return for each of the T tokens of a pack whether a unit begins there, bool[T].
 
-    A unit is a word or a collocation, or one token outside of them. One also begins at each
-    document, at a token that is not eligible, and after it.
+    A unit is a word (by `Vocabulary.starts_words`) or a collocation, or one token outside of them.
+    One also begins at each document, at a token that is not eligible, and after it.
 
     Args:
         unit: `word`, or the path of a file of collocations.
         eligible: bool[T], whether a token may be in a unit of several.
+
+    Raises:
+        InputError: The file cannot be used (see `load_collocations`).
     """
     is_joined = eligible[1:] & eligible[:-1]
     is_joined[pack.cu_seqlens[1:-1] - 1] = False
