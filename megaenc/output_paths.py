@@ -59,7 +59,7 @@ def report_stale_files(*paths: Path) -> None:
 
 
 def check_parent_writable(path: Path, flag: str) -> None:
-    """Raise InputError, naming `flag`, if `path` is below no writable directory.
+    """Raise InputError, naming `flag`, if `path` could not be created.
 
     A temporary file is created, and removed again, in the nearest existing directory above `path`,
     as other commands may be creating the directories between.

@@ -177,7 +177,6 @@ class Schedule:
         Args:
             text: Schedule, such as `clm:0.25,mlm(mask=0.3):0.75`, in the syntax of this module.
             train_iters: Steps of the run.
-            vocabulary: Vocabulary of the objectives.
             seed: Seed of the draws from mixtures.
 
         Raises:

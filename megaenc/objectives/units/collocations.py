@@ -266,7 +266,7 @@ def read_tokens(corpus: Corpus, vocabulary: Vocabulary, max_tokens: int) -> np.n
 def find_collocations(settings: CollocationsConfig) -> None:
     """Count n-grams of the corpus, write the file of collocations and print examples.
 
-    Missing directories of the file are created.
+    Missing directories of the file are created, and progress is shown on the terminal.
 
     Raises:
         InputError: The output exists, a file cannot be used, or there are no collocations.

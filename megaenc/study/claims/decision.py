@@ -60,9 +60,9 @@ class TestScope:
 
         Args:
             contrasts: At least one.
-            borrowed: Variances by `between_run_variance`. They are ignored if all contrasts have
-                one pretraining run and are of families without a variance of their own.
-            weights: A weight per contrast, in order; None for the mean of the contrasts.
+            borrowed: Variances by `between_run_variance`. They are ignored if each contrast has one
+                pretraining run, and its family no variance among them.
+            weights: A weight per contrast, in order, with any sum; None for their mean.
             unit: Unit of the result. Scores are fractions for "points", else already in `unit`.
         """
         is_lent = any(
@@ -90,6 +90,7 @@ class PendingVerdict:
     outcome: Outcome = "not resolved"
     """verdict if the corrected p is significant"""
     note: str = ""
+    """text for the reason of the verdict"""
     families: list[Comparison] = field(default_factory=list)
     """pooled comparison of each task family, if there are several; p corrected over them"""
     decisive: list[Comparison] = field(default_factory=list)
@@ -110,9 +111,9 @@ class PendingVerdict:
     def decide(self, p: float, tests: int = 1) -> Outcome:
         """Return the verdict of the claim from its corrected `p`.
 
-        It is `outcome` for p below 0.05, else `not resolved`. But it is `mixed` if significant
-        families or decisive comparisons contradict each other, whatever p is, or contradict the
-        outcome of a p below 0.05.
+        It is `outcome` for p below 0.05, else `not resolved`. But it is `mixed`, whatever p is, if
+        significant families or decisive comparisons contradict each other, and for p below 0.05
+        also if one contradicts `outcome`.
 
         Args:
             p: p of the claim, corrected over all claims; NaN if unknown.
@@ -135,7 +136,7 @@ ClaimTest = Callable[[TestScope], PendingVerdict]
 def format_difference(difference: float, unit: Unit = "points") -> str:
     """Format a difference with sign, two decimals and unit, such as `+0.12 points`.
 
-    NaN becomes `+nan`.
+    NaN in points becomes `+nan points`.
 
     Args:
         difference: Difference in `unit`; one point is 0.01 of a score from 0 to 1.
@@ -147,7 +148,8 @@ def format_difference(difference: float, unit: Unit = "points") -> str:
 def format_p_value(p: float) -> str:
     """Format p, from 0 to 1, with two significant digits, such as 0.023.
 
-    The text is `< 0.0001` for any smaller p, and `1` from 0.995. p must not be NaN, see `format_p`.
+    The text is `< 0.0001` for p below 0.0001, and `1` from 0.995. p must not be NaN, see
+    `format_p`.
     """
     if p < 0.0001:
         return "< 0.0001"
@@ -186,11 +188,12 @@ def judge_claim(test: ClaimTest, scope: TestScope) -> PendingVerdict:
     A model has collapsed on a data set if half or more of its fine-tuning runs give worthless
     predictions; the second test leaves out its scores in that task family. The result is that of
     the first test, with a note on the second if there is one. Its p is then the larger of both (NaN
-    if either is, else 1 if the outcomes differ), unless nothing is left without collapsed models.
+    if either is, else 1 if the outcomes differ), but if nothing is left for the second, that of the
+    first.
 
     Args:
-        test: A `judge_...` function of this package, with arguments other than the scope bound by
-            `functools.partial`.
+        test: A `judge_...` function of this package, which gets the scope as its only argument;
+            `functools.partial` can bind others.
         scope: Models of the first test, and the noise between pretraining runs in both.
     """
     draft = test(scope)
@@ -257,7 +260,8 @@ def judge_direction(
     p is that of the pooled difference, two-sided and uncorrected; the outcome is `holds` if that
     difference is positive, else `reversed`. Without contrasts there are no comparisons, p is NaN
     and the outcome `not resolved`. Task families count equally; several in points are pooled in
-    standard deviations over the study's models, or in points, with a note, if one is unknown.
+    standard deviations over the study's models, or, with a note, in points if a standard deviation
+    is unknown.
 
     Args:
         note: Text for the reason of the verdict.
@@ -316,7 +320,7 @@ def judge_equality(
     the outcome `not resolved`.
 
     Args:
-        contrasts: Only of SC, TC, QA and IR, which have margins.
+        contrasts: Only of SC, TC, QA and IR, which have margins, as fractions of a score.
         at_least: Test only that left is not lower than right by the margin.
         note: Text for the reason of the verdict, before one on the margins.
     """

@@ -33,7 +33,8 @@ def format_reason(
         draft: Test for these trained models, with at least one comparison.
         p: p of the claim, corrected over `claims`, the number of claims with a p; NaN if unknown.
         verdict: Outcome for these trained models.
-        another_run: Outcome for another pretraining run, with the corrected p `p_another_run`.
+        another_run: Outcome for another pretraining run.
+        p_another_run: Corrected p of `another_run`; NaN if unknown.
         noise: Noise between pretraining runs, named in the sentence on another run.
     """
     families = []

@@ -30,7 +30,7 @@ def judge_rate_sensitivity(scope: TestScope) -> PendingVerdict:
     There is a contrast for each size and data set: the variance between learning rates of MLM, less
     that of CLM, over the sum of both sides' variances (unit "share"), so that no data set counts
     with more than 1. Models are the pairs of `ModelSelector.final_pairs`; without results at two
-    rates and two fine-tuning seeds that both share, the result has no comparisons. Its p is
+    rates and two fine-tuning seeds that both models share, the result has no comparisons. Its p is
     uncorrected. With one pretraining run of each model, it is NaN if only two fine-tuning seeds are
     shared, and with `scope.noise` if there is only one size.
     """
@@ -144,8 +144,8 @@ def _common_rate_grids(sides: Sequence[Score]) -> tuple[list[np.ndarray], int, i
 def judge_ratio_sensitivity(scope: TestScope) -> PendingVerdict:
     """Test claim 6c: scores vary less over the mask ratios after CLM than without CLM.
 
-    There is a contrast for each task family, size, number of steps and of CLM steps: the variance
-    between mask ratios of MLM only, less that of CLM then MLM, over the sum of both sides'
+    There is a contrast for each task family, size, number of all steps and number of CLM steps: the
+    variance between mask ratios of MLM only, less that of CLM then MLM, over the sum of both sides'
     variances (unit "share"). Models are finished, and both sides have the same three or more ratios
     and two or more fine-tuning seeds; without them the result has no comparisons. Its p is
     uncorrected. With one pretraining run of each model, it is NaN if only two fine-tuning seeds are

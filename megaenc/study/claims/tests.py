@@ -83,8 +83,9 @@ def judge_gap_trend(scope: TestScope, family: TaskFamily, widens: bool) -> Pendi
 
     The gap is the score of MLM less that of CLM at equal steps, or CLM less MLM if CLM is ahead on
     average over the sizes. It must exist and change with the rank of the size: the larger p of both
-    tests counts, uncorrected. There are no comparisons below two sizes; nor, with a text in
-    `requirement`, if the order of the sizes is unknown or their data sets differ.
+    tests counts, uncorrected; the outcome of the opposite trend is `reversed`. There are no
+    comparisons below two sizes; nor, with a text in `requirement`, if the order of the sizes is
+    unknown or their data sets differ.
 
     Args:
         family: Code of the task family of the scores.
@@ -293,10 +294,10 @@ def judge_continued_pretraining(
 ) -> PendingVerdict:
     """Test claim 5a, or 5c for ["ZS"]: MLM ends higher on a CLM than on an MLM model.
 
-    Both models are finished, and have as many steps before and of continued MLM, at one mask ratio.
-    All continuations are compared; for each size, steps before and ratio, the longest decides, and
-    the note has the differences of shorter ones. Without a pair the result has no comparisons. Its
-    p is uncorrected.
+    Both models are finished, with the same number of steps before the continuation, the same number
+    of steps in it and the same mask ratio. All continuations are compared; for each size, steps
+    before and ratio, the longest decides, and the note has the differences of shorter ones. Without
+    a pair the result has no comparisons. Its p is uncorrected.
 
     Args:
         families: Codes of the task families: SC, TC, QA and IR for 5a; ["ZS"] for 5c.
@@ -334,9 +335,9 @@ def judge_continued_pretraining(
 def judge_shorter_continuation(scope: TestScope) -> PendingVerdict:
     """Test claim 5b: half of a continuation with MLM makes CLM as good as MLM.
 
-    Both models are continued for the same number of steps, about half (HALF_FRACTION_RANGE) of the
-    longest continuation with their size, steps before and mask ratio. MLM on CLM must not be lower
-    than more MLM on MLM by EQUALITY_MARGINS, in each of SC, TC, QA and IR. Without such a pair the
+    Both models are continued for the same number of steps, about half (0.4 to 0.6) of the longest
+    continuation with their size, steps before and mask ratio. MLM on CLM must not be lower than
+    more MLM on MLM by EQUALITY_MARGINS, in each of SC, TC, QA and IR. Without such a pair the
     result has no comparisons. Its p is uncorrected.
     """
     by_place = _continued_contrasts(scope.models)
@@ -387,10 +388,10 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
     """Test claim 6a: no mask ratio of MLM is best everywhere.
 
     It holds if each ratio is significantly beaten by another one in some task family at some size;
-    it is reversed if one never is and is above each other ratio overall. Models are finished, MLM
-    only and, for each size, of the most steps with several ratios; without two ratios there are no
-    comparisons. The better ratio is the left side of each comparison, and `overall` is None. p is
-    uncorrected over claims.
+    it is reversed if one never is beaten and is above each other ratio overall. Models are
+    finished, MLM only and, for each size, of the most steps with several ratios; without two ratios
+    there are no comparisons. The better ratio is the left side of each comparison, and `overall` is
+    None. p is uncorrected over claims.
     """
     models = scope.models
     contrasts: list[Contrast] = []
@@ -471,8 +472,8 @@ def judge_high_ratios(scope: TestScope) -> PendingVerdict:
     """Test claim 6b: retrieval prefers high mask ratios.
 
     A contrast, for each size with three or more ratios, is the change of the IR (retrieval) score
-    from the lowest to the highest ratio along a fitted line. Models are finished, MLM only and of
-    the most steps with several ratios; without them the result has no comparisons. Its p is
+    from the lowest to the highest ratio along a least-squares line. Models are finished, MLM only
+    and of the most steps with several ratios; without them the result has no comparisons. Its p is
     uncorrected.
     """
     evidence = scope.models.evidence

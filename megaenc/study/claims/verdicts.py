@@ -76,17 +76,15 @@ class StudyClaim:
     """Claim, or a part of one, with its question and the test that decides it.
 
     `test` takes a TestScope and returns a PendingVerdict. The other fields are text: `name`, such
-    as 1a, `title`, `question` (in which `{mlm}` is to be replaced), and `requirement`, the results
-    that the test needs.
+    as 1a, `title`, `question` (in which `judge` replaces `{mlm}` by the name of MLM at the
+    reference ratio), and `requirement`, the results that the test needs.
     """
 
     name: str
     """number and part: 1a, 2, ..."""
     title: str
     question: str
-    """`{mlm}` is MLM at the reference ratio"""
     requirement: str
-    """results that the test needs"""
     test: ClaimTest
 
 
@@ -288,11 +286,12 @@ def judge(
 ) -> list[Verdict]:
     """Return the verdict on each part of the six claims, sorted by name: 1a to 6c.
 
-    It is `no data` if scores are missing. p is corrected by Holm over all parts, those of
-    `zero_shot` too. The example scores of all compared models are read from their files.
+    It is `no data` if scores are missing. p is corrected by Holm over all parts that have one,
+    those of `zero_shot` too. Example scores of all compared models are read from their files, and
+    InputError is raised if one has become missing or invalid.
 
     Args:
-        evidence: Fine-tuning scores, of `read_evidence`, `published` or `raw`.
+        evidence: Fine-tuning scores, by the function `read_evidence`, `published` or `raw`.
         noise: Noise between pretraining runs for models that were pretrained once; None to estimate
             it from the curves over mask ratios.
         zero_shot: Scores of zero-shot retrieval (`ZeroShotResults.build_evidence`), which add the

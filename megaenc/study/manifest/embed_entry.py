@@ -44,7 +44,7 @@ class EmbedEntry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names that the data sets have in results, in their order."""
+        """Return the names that `datasets` have in results, in their order."""
         return tuple(map(dataset_result_name, self.datasets))
 
 
@@ -57,7 +57,7 @@ def build_embed_entry(
     exist yet. The flags are those that the manifest sets, by field name.
 
     Args:
-        values: Values of the section by key.
+        values: Values of the section by key, `datasets` among them.
         data_dir: Directory that relative paths start from.
 
     Raises:

@@ -87,9 +87,10 @@ class PlannedModel:
     """Model of a study: the end of one pretraining run, as built by `expand_models`.
 
     `config` is that of the run without schedule and steps, `flags` those of `megaenc pretrain`
-    behind it. Steps, such as `warmup`, `decay` and `checkpoints`, are those of the run: from 1,
-    without those of the parent, the model named `after`, whose weights are continued ("": new
-    weights). `evaluate` is whether the end is evaluated; `checkpoints` are evaluated too.
+    behind it. `warmup` and `decay` are numbers of steps, at the start and at the end of the run.
+    Steps in `checkpoints` count from 1 in the run, without the steps of the parent, the model named
+    `after`, whose weights are continued ("": new weights). `evaluate` is whether the end is
+    evaluated; `checkpoints` are evaluated too.
     """
 
     name: str
@@ -139,8 +140,9 @@ class PlannedModel:
         """Return the ModelKey of the run's checkpoint at `step`.
 
         `step` counts the run's own steps from 1, without a parent's; the key has the parent's too.
-        It is not decayed. Steps of other objectives than CLM count as MLM; in mixtures, fractions
-        of steps are rounded. Whether `step` is before the decay is not checked.
+        `decayed` of the key is False. Steps of other objectives than CLM count as MLM; in mixtures,
+        fractions of steps are rounded. Whether `step` is in the run, and before its decay, is not
+        checked.
         """
         intermediate = replace(self.key, decayed=False, budget=self.steps)
         if self.key.cpt_mlm_steps:
@@ -169,7 +171,8 @@ class PlannedModel:
     def checkpoint_name(self, step: int) -> str:
         """Return the name of the checkpoint at `step`: the model's with `-STEP`.
 
-        `-STEP` is at the end, but before `-seedN`.
+        STEP is the plain number, such as 2000, at the end, but before `-seedN`. Whether it is one
+        of `checkpoints` is not checked.
         """
         stem, mark, seed = self.name.rpartition("-seed")
         return f"{stem}-{step}-seed{seed}" if mark else f"{self.name}-{step}"
@@ -185,11 +188,11 @@ def expand_models(
 
     Args:
         sizes: Dictionaries of flags of `megaenc pretrain` by size; they override `pretrain`.
-        pretrain: Flags of all models, by field name. Paths are resolved, also in `sizes`.
+        pretrain: Flags of all models, by field name. All paths, also in `sizes`, must be resolved.
 
     Raises:
-        InputError: An entry or size is invalid, a name of a model or checkpoint repeated, or the
-            number of models, checkpoints or phases too large.
+        InputError: An entry or size is invalid, a name of a model or checkpoint repeated, or there
+            are more than 1,000 models, 10,000 checkpoints or 200,000 phases.
     """
     for size in sizes:
         _check_name("sizes", size)

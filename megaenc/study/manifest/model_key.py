@@ -28,11 +28,11 @@ _PARAMETER_COUNT = re.compile(r"\d+(\.\d+)?[kmb]")
 class ModelKey:
     """Identity of a model or of an intermediate checkpoint, for tables and names.
 
-    `clm_steps`, then `mlm_steps`, are those of the first run; `cpt_mlm_steps` are MLM steps after
-    its decayed end (0: none). `mask_ratio` is a fraction, None if nothing is masked. `decayed` is
-    False for an intermediate checkpoint. `schedule` is the objective schedule if the columns cannot
-    express it, else "". `budget`, which is not compared, is the total of an intermediate
-    checkpoint's run; 0: 42,000.
+    `size` is a name, such as "610M". `clm_steps`, then `mlm_steps`, are those of the first run;
+    `cpt_mlm_steps` are MLM steps after its decayed end (0: none). `mask_ratio` is a fraction, None
+    if nothing is masked. `decayed` is False for an intermediate checkpoint. `schedule` is the
+    objective schedule if the columns cannot express it, else "". `budget`, which is not compared,
+    is the total of an intermediate checkpoint's run; 0: 42,000.
     """
 
     size: str
@@ -117,6 +117,7 @@ def parse_model_name(name: str) -> ModelKey | None:
 
     It is None too for names with an objective schedule, with a suffix such as a learning rate, or
     with two different mask ratios. A size that is a number gets capitals: 610m becomes 610M.
+    `budget` of an intermediate checkpoint is that of its name, else it is 0.
     """
     match = _NAME.fullmatch(name)
     if not match:

@@ -101,8 +101,8 @@ def check_run_config(run: PretrainConfig) -> None:
     """Check the shape of the model and the sequence length of a run.
 
     Raises:
-        InputError: The model is impossible, or a random-length sequence is too short for two
-            chunks.
+        InputError: The model is impossible, or packing is random-length and the sequence length too
+            short for two chunks.
     """
     run.shape.check()
     if run.data.packing == "random-length":
@@ -112,9 +112,9 @@ def check_run_config(run: PretrainConfig) -> None:
 def resolve_flag_paths(flag_values: Mapping[str, Any], data_dir: Path) -> dict[str, Any]:
     """Return a copy of flags of `megaenc pretrain` with `data_dir` before their paths.
 
-    Paths are the words of data_path except weights and those of valid_data_path after NAME=, which
-    become lists, and the tokenizer if it exists in `data_dir`; otherwise it is a name on the Hub.
-    Absolute paths stay. Nothing else must exist.
+    data_path and valid_data_path become lists of words. Paths are the words of the former except
+    weights, what follows NAME= in those of the latter, and the tokenizer if it exists in
+    `data_dir`; otherwise it is a name on the Hub. Absolute paths stay. Nothing else must exist.
     """
     resolved = {str(name): value for name, value in flag_values.items()}
     if "data_path" in resolved:

@@ -152,7 +152,7 @@ class Manifest:
     def vocab_size(self, model: PlannedModel) -> int:
         """Return the vocabulary size of `model`, without the padding of training.
 
-        It is that of its flag, else that of `corpus`.
+        It is that of its flag, else that of `corpus`; `read_manifest` ensures that there is one.
         """
         return model.config.shape.vocab_size or self.corpus.vocab_size
 

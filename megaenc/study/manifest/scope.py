@@ -22,8 +22,8 @@ class StudyScope:
     `model_keys` are of the evaluated checkpoints by name, `sizes` by ascending number of
     parameters. `grid` is None if nothing is fine-tuned. `datasets` are (task family, data set)
     pairs, with "" as family if only the data determines it. `retrieval_sets` are the data sets of
-    zero-shot retrieval; `contrastive_seeds` are the seeds of contrastive training, each followed by
-    another evaluation.
+    zero-shot retrieval; `contrastive_seeds` are the seeds of contrastive training, after each of
+    which these sets are evaluated again.
     """
 
     model_keys: Mapping[str, ModelKey] = field(default_factory=dict)
@@ -48,8 +48,8 @@ EMPTY_SCOPE = StudyScope()
 def build_scope(manifest: "Manifest") -> StudyScope:
     """Return what a manifest evaluates: checkpoints, sizes, grid and data sets.
 
-    Reports compare the results that exist with it. The fine-tuning grid is None if nothing is
-    fine-tuned.
+    Reports compare the results that exist with it. No data are read. The fine-tuning grid is None
+    if nothing is fine-tuned.
     """
     counts: dict[str, int] = {}
     for model in manifest.models:

@@ -39,8 +39,8 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
     """Return a TrainingSet for each set that `grid` trains on, in order of appearance.
 
     Args:
-        data_dir: Directory of relative paths, where BEIR directories are recognized. Paths written
-            with NAME= or a slash need not exist; other paths must.
+        data_dir: Directory of relative paths, where BEIR directories are recognized. A path with
+            NAME= or a slash need not exist; one without must, or it is an unknown data set.
 
     Raises:
         InputError: A data set is unknown, its name cannot be that of a directory, or two task
@@ -90,8 +90,8 @@ def resolve_dataset_path(dataset: str, data_dir: Path) -> str:
 def dataset_result_name(dataset: str) -> str:
     """Return a data set's name in results: its own, or NAME of NAME=PATH.
 
-    A PATH without NAME has the name of its directory or file; an existing file's loses the ending
-    of its format.
+    A @REVISION is left out. A PATH without NAME has the name of its directory or file; that of a
+    file that exists, seen from the working directory, loses the ending of its format.
     """
     return parse_dataset_name(dataset)[0]
 

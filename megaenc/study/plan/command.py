@@ -212,10 +212,10 @@ def _format_scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T",
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the plan of a manifest, and draw its runs to --picture if given.
 
-    An existing picture is replaced. Wrong input exits with 2.
+    The picture is a .png, .pdf or .svg file; an existing one is replaced. Wrong input exits with 2.
 
     Args:
-        argv: The flags; None: those of this process.
+        argv: Words after `megaenc study plan`; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse(PlanConfig, argv, prog="megaenc study plan", description=__doc__)

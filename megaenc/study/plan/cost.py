@@ -35,7 +35,7 @@ class StageChain(NamedTuple):
 class StudyCost:
     """Cost of a study: pretraining, fine-tuning, contrastive training and disk.
 
-    `groups` has the pretraining cost by group of models, (with, without) shared prefixes, and
+    `groups` has the pretraining cost by `group` of the models, (with, without) shared prefixes, and
     `with_sharing` and `without_sharing` the sums. Runs are counted, hours are device hours, None if
     unknown, and `disk` is in bytes by kind. The longest chains are critical paths: a branch starts
     once its checkpoint exists, or (`run_by_run`) at its parent's end.

@@ -40,9 +40,9 @@ the branch step or 0.
 class StageGraph:
     """Stages of a study, as of `build_graph`, each after those that it needs.
 
-    `runs` are by name of the model at the end, `exports` and `embeds` by name of the evaluated
-    checkpoint, `grids` by stage id, as a checkpoint has one for each training set. `corpus` is None
-    if the study builds no corpus.
+    `runs`, branches too, are by name of the model at the end, `exports` and `embeds` by name of the
+    evaluated checkpoint, `grids` by stage id, as a checkpoint has one for each training set.
+    `corpus` is None if the study builds no corpus.
     """
 
     manifest: Manifest
@@ -61,8 +61,8 @@ class StageGraph:
     def stages(self) -> dict[str, StageRunner]:
         """Return all stages by id, each after those that it needs.
 
-        An id is `KIND/NAME`, such as `pretrain/610m-mlm40-42k`, for a grid `finetune/NAME@SET`, or
-        `corpus`.
+        An id is `corpus`, `finetune/NAME@SET` for a grid, or else `KIND/NAME`, such as
+        `pretrain/610m-mlm40-42k`, with the kind `pretrain`, `export` or `embed`.
         """
         stages: list[StageRunner] = [self.corpus] if self.corpus else []
         for stages_by_name in (self.runs, self.exports, self.grids, self.embeds):
@@ -83,8 +83,8 @@ def build_graph(
     Finished stages are included; nothing is written.
 
     Args:
-        study: Study directory; its existing runs keep their start, and others branch off them at
-            checkpoints that exist. None: read no directory, as for a plan.
+        study: Study directory; its existing runs keep their start, and others branch off these only
+            at checkpoints that exist. None: read no directory, as for a plan.
         processes: Processes per pretraining run; 0: the manifest's devices.
         grid_jobs: Fine-tuning runs in parallel per grid; 0: as many as the machine has room for.
         data_flags: data_path and tokenizer of pretraining by field name, replacing the manifest's;

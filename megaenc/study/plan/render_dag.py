@@ -41,7 +41,7 @@ _FIXED_MASK = re.compile(r"(mlm|mntp)(\(mask=[^,>]*\))?")
 
 @dataclass(frozen=True)
 class DagRow:
-    """Row of a drawing: a run, its place, and the tree lines in front of it."""
+    """Row of a drawing: a run, its offset, its parent's row, and its tree lines."""
 
     run: PretrainStage
     offset: int = 0
@@ -55,7 +55,10 @@ class DagRow:
 
     @property
     def start(self) -> int:
-        """Return the x position, in steps, where the run's own steps begin."""
+        """Return the x position, in steps, where the run's own steps begin.
+
+        Steps of a branch's parent up to the branch, and of a model that is continued, lie before.
+        """
         return self.offset + self.run.branch_step
 
     @property
@@ -151,7 +154,8 @@ def format_phase(phase: PhaseWork) -> str:
 def draw_graph(graph: StageGraph, title: str) -> Any:
     """Return a matplotlib Figure with a bar per run over its own steps.
 
-    Bars are coloured by phase, and as high as the learning rate.
+    Bars are coloured by phase, and as high as the learning rate. The figure is not one of pyplot,
+    and need not be closed.
 
     Raises:
         InputError: The runs have more than 5,000 phases.

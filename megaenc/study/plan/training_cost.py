@@ -40,8 +40,8 @@ def compute_training_cost(
 ) -> TrainingCost:
     """Return the TrainingCost of steps after + 1..last of a model's run.
 
-    Steps count from 1, without those of a model that it continues; with `after` 0 the first step is
-    included.
+    Steps count from 1, without those of a model that it continues; `after` is 0 to begin with the
+    first step.
     """
     config = model.config
     tokens_per_second = manifest.hardware.rate(model.key.size)

@@ -72,7 +72,7 @@ SCORES = "scores.csv"
 class ReportConfig:
     """Options of `megaenc study report`.
 
-    Each field is a flag. Paths are text, empty if not given; only `output` is then "report".
+    Each field is a flag. Paths are text, by default empty, but `output` is "report" by default.
     `results` is required unless `published` is set, which allows no manifest, results or runs;
     `build_report` checks this.
     """
@@ -117,8 +117,8 @@ class ReportInputs:
 
     `read_study_inputs` or `read_published_inputs` builds it. `title` and `lead` are the heading of
     the page and the sentences below it; a fact is (name, text). `evidence` has the study's score,
-    `standard` an Evidence per standard metric. `zero_shot` is None without such scores, `published`
-    None in a report of the published tables; the other fields may be empty.
+    `standard` is a sequence of an Evidence per standard metric. `zero_shot` is None without such
+    scores, `published` None in a report of the published tables; the other fields may be empty.
     """
 
     title: str
@@ -212,9 +212,9 @@ def read_published_inputs(config: ReportConfig) -> ReportInputs:
 def read_study_inputs(config: ReportConfig) -> ReportInputs:
     """Read the manifest, results and pretraining runs that `config` names.
 
-    Scores of zero-shot retrieval are read from the directory `embed` next to the results, if there
-    is one; the results directory may then be missing. Results of the study itself on data sets that
-    its tables lack are left out, unless there are no others.
+    Scores of zero-shot retrieval are read from the directory `embed` beside the results directory,
+    if there is one; the results directory may then be missing. Results that the original study
+    published on data sets that its tables lack are left out, unless there are no others.
 
     Raises:
         InputError: `config` names no results, a file is invalid or has nothing to report, or no

@@ -34,10 +34,11 @@ BACKGROUND_COLOUR = "#ffffff"
 
 @dataclass(frozen=True)
 class FigurePoint:
-    """Mean at one x of a figure, with the half width of its interval if it is known.
+    """Mean at one x of a figure, with the half width of its 95 % interval.
 
-    `x` is in the unit of the x axis, `mean` and `half_width` in that of the y axis, such as
-    percent. `collapsed` tells whether the mean includes collapsed runs; such a point is hollow.
+    `half_width` is None if it is unknown. `x` is in the unit of the x axis, `mean` and `half_width`
+    in that of the y axis, such as percent. `collapsed` tells whether the mean includes collapsed
+    runs; such a point is hollow.
     """
 
     x: float
@@ -113,7 +114,7 @@ class FigureSpec:
 
     @cached_property
     def svg(self) -> str:
-        """Return the figure as SVG text, drawn on the first access.
+        """Return the figure as SVG text by `figure_to_svg`, drawn on the first access.
 
         There must be a panel, which is not checked.
         """
@@ -125,7 +126,7 @@ FigureSeries = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, ModelK
 
 
 def headline_datasets(evidence: Evidence) -> dict[str, str]:
-    """Return the data set that figures show of each task family, as name by family.
+    """Return the name of the data set that figures show, by code of the task family.
 
     It is the average if there is one (the first of several), else the first data set.
     """
@@ -147,12 +148,12 @@ def build_family_figure(
 ) -> FigureSpec:
     """Build a figure with a panel per task family and a line per series.
 
-    Scores are in percent, of `headline_datasets`; families without any have no panel.
+    Scores are in percent, of `headline_datasets`; families without any have no panel. Pretraining
+    seeds of a series after its first are light points, without a legend entry.
 
     Args:
-        key: Name of the figure's files.
-        caption: Description, to which a sentence on the interval bars is added.
-        series: Name, (colour, marker) and (x position, model) pairs of each line.
+        caption: Description, to which a sentence on the bars is added, also without any panel.
+        series: (name, (colour, marker), (x position, model) pairs) of each line.
         published: Published scores, which are drawn lightly; None for none.
         dodge: Shift between neighbouring series, in units of the x axis, to keep points apart.
         joined: Whether lines connect the points of a series.
@@ -203,7 +204,7 @@ def has_published_lines(panels: Sequence[FigurePanel]) -> bool:
 def describe_bars(
     evidence: Evidence, published: Evidence | None, panels: Sequence[FigurePanel]
 ) -> str:
-    """Return caption sentences on the interval bars, and on hollow points if any.
+    """Return caption sentences: on the interval bars, and on hollow points if any.
 
     Args:
         published: Published scores, whose bars are described only if `panels` have lines of them;
@@ -229,13 +230,13 @@ def published_label(name: str) -> str:
 
 
 def panel_title(family: str, dataset: str) -> str:
-    """Return a panel's title: the task family's full name, and the data set's label.
+    """Return a panel's title, such as "Sequence classification: SST-2".
 
-    The label is left out if `dataset` is AVERAGE.
+    The data set's label is left out if `dataset` is AVERAGE.
 
     Args:
-        family: Code of the family, such as SC for "Sequence classification".
-        dataset: Name of the data set, such as sst2 for "SST-2".
+        family: Code of the task family, such as SC; an unknown one is shown as it is.
+        dataset: Name of the data set, such as sst2.
     """
     name = FAMILY_LABELS.get(family, family)
     return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
@@ -246,7 +247,7 @@ def build_points(
 ) -> tuple[FigurePoint, ...]:
     """Build the points, in percent, of the models that have a score on their data set.
 
-    Others are left out. A point is hollow if a run at its learning rate collapsed.
+    Others are left out. A point is hollow if a run collapsed at the learning rate of its score.
 
     Args:
         family: Code of the task family, such as SC.
@@ -419,7 +420,7 @@ def figure_to_svg(figure: Any, name: str) -> str:
     """Return a matplotlib Figure as SVG text with real text.
 
     The text starts at the svg element, without XML declaration. The same figure and name always
-    give the same text.
+    give the same text. matplotlib's settings stay unchanged, and the figure is not closed.
 
     Args:
         figure: Figure of matplotlib.
@@ -437,7 +438,8 @@ def figure_to_svg(figure: Any, name: str) -> str:
 def embed_svg(svg: str, name: str, alt: str) -> str:
     """Return SVG text to insert into the HTML page, from that of `figure_to_svg`.
 
-    Colours become CSS variables of the page; metadata and the fixed size are removed.
+    The colours of text, muted text, grid and background become the page's CSS variables `--ink`,
+    `--muted`, `--grid` and `--card`, other colours stay; metadata and the fixed size are removed.
 
     Args:
         name: Prefix of the ids, different for each figure of the page.
