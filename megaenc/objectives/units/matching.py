@@ -49,6 +49,9 @@ class Collocations:
 
         Its format is npz, whatever its ending. An existing file is replaced. The directory must
         exist.
+
+        Raises:
+            InputError: The file cannot be written.
         """
         facts = np.array(json.dumps({"format": _FORMAT, **self.facts}, sort_keys=True))
         with atomic_files(path) as [temporary], open(temporary, "wb") as stream:
