@@ -39,7 +39,8 @@ class TokenizedTexts:
 
     `tokens`, int32[N], has the token ids of all n texts; `starts`, int64[n + 1], the offset of each
     text in `tokens`, then N. `columns` are arrays of a task by name, by row ([n, ...]) or by token
-    ([N, ...]). `truncated_count` is the number of texts that were cut.
+    ([N, ...]), as the task knows. `truncated_count` is the number of texts that were cut. Shapes
+    are not checked.
     """
 
     tokens: np.ndarray
@@ -59,7 +60,7 @@ class TokenizedTexts:
 
         Args:
             truncated: Number of texts that were cut.
-            columns: Arrays of a task by name, by row or by token.
+            columns: Arrays of a task by name, by row or, concatenated, by token; not checked.
         """
         starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         return cls(concatenate_rows(rows, np.int32), starts, truncated, columns)
@@ -74,6 +75,8 @@ class TokenizedTexts:
 
     def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the token ids, int32[tokens], of each of the texts `rows`, in that order.
+
+        They are views of `tokens`.
 
         Args:
             rows: Indices of texts, from 0.
@@ -108,8 +111,9 @@ def choose_special_tokens(
     """Return the special tokens that `protocol` puts around each text.
 
     If its `add_bos` or `add_eos` is given, they are BOS (else CLS) before a text if `add_bos`, and
-    EOS (else SEP) after it unless `add_eos` is False, so that `add_bos` alone adds both. If neither
-    is given, they follow `special_tokens` (see `resolve_special_tokens`).
+    EOS (else SEP) after it unless `add_eos` is False: True for `add_bos` only adds both, False for
+    `add_eos` only adds nothing. If neither is given, they follow the mode `special_tokens` (see
+    `resolve_special_tokens`).
 
     Raises:
         InputError: The tokenizer lacks a required token; an empty `special_tokens` requires none.
@@ -146,9 +150,10 @@ def resolve_protocol(
 ) -> FinetuneConfig:
     """Return a copy of `protocol` that names the tokenizer's default special tokens.
 
-    `protocol` must name none itself. The default is the tokenizer's template; if that adds nothing,
-    an EOS, or without one nothing. A template is recorded as `special_tokens`, but only an EOS, or
-    nothing, as `add_bos` and `add_eos`, as in results of earlier versions.
+    `protocol` must name none itself, which is not checked. The default is the tokenizer's template;
+    if that adds nothing, EOS (else SEP) after a text, or without both nothing. If only this end or
+    nothing is added, by a template too, `add_bos` and `add_eos` record it, as in results of earlier
+    versions; else `special_tokens` is "template".
     """
     special = resolve_special_tokens(tokenizer, "")
     end = resolve_special_tokens(tokenizer, "eod") if special.after else SpecialTokens()
@@ -163,8 +168,8 @@ class TextEncoder:
     """Encoder of texts by a tokenizer, with special tokens and a maximum length.
 
     A text longer than `max_length` tokens, special tokens included, is cut at its end and keeps its
-    last special tokens. Special tokens spelled in a text are tokenized as text. `progress` is
-    called with the numbers of tokenized and of all texts.
+    last special tokens. Special tokens spelled in a text are tokenized as text. `progress`, which
+    may be left out, is called with the numbers of tokenized and of all texts, every 1,024 texts.
 
     Raises:
         InputError: `max_length` is too small for any text.
@@ -229,11 +234,11 @@ class TextEncoder:
         """Return `texts`, tokenized, cut and with special tokens, in order.
 
         A tuple is a pair of texts, which has the special tokens of the tokenizer's own pairs; the
-        longer text is cut first.
+        longer text is cut first. `texts` may have both texts and pairs.
 
         Raises:
-            InputError: A text has no token and gets no special token, or there are pairs and no
-                special token or no room for them.
+            InputError: A text has no token and gets no special token; or there is a pair, and
+                `special_tokens` are empty or not `has_room_for_pairs`.
         """
         rows = []
         truncated = 0
@@ -281,7 +286,10 @@ class TextEncoder:
 
     @property
     def has_room_for_pairs(self) -> bool:
-        """Return whether a pair has room for a token of each text."""
+        """Return whether `max_length` has room for a pair with a token of each text.
+
+        The special tokens of the pair count.
+        """
         return self._pair_tokenizer.num_special_tokens_to_add(is_pair=True) + 2 <= self.max_length
 
     @cached_property
@@ -297,7 +305,7 @@ class TextEncoder:
     def encode_with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield each text's token ids and character ranges, uncut, without special tokens.
 
-        Characters are counted in the text after `replace_surrogates`.
+        Characters are counted in the text after `replace_surrogates`, which may be shorter.
 
         Yields:
             Token ids, int32[tokens], and (start, end), end excluded, int32[tokens, 2].
@@ -341,8 +349,9 @@ def load_or_compute(
     """Return the split cached under `key` in `directory`, or compute and cache it.
 
     Of several processes one calls `compute`; the others wait and call `on_wait` five times a
-    second. The file is named after a hash of the key and written atomically; an unreadable one is
-    recomputed.
+    second. On a file system without locks each may compute. If `compute` fails, its error is
+    raised, and the next process computes. The directory is created. The file is named after a hash
+    of the key and written atomically; an unreadable one is recomputed.
 
     Args:
         key: JSON object of everything that determines the split.

@@ -54,9 +54,10 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
     """Train a model, evaluate it, and write its result files; return True.
 
     At a NaN or inf it returns False: data sets evaluated before get results, the others
-    failed.json, and no model is kept. `report` receives the progress. Equal jobs on a machine write
-    equal results.json and failed.json if `job.protocol.deterministic`. The caller must hold the
-    run's lock (`try_lock_run`).
+    failed.json, and no model is kept. The files are in the `job_directory` of each data set.
+    `report` receives the progress. Equal jobs on a machine write equal results.json and failed.json
+    if `job.protocol.deterministic` (`make_deterministic`). The caller must hold the run's lock
+    (`try_lock_run`).
 
     Raises:
         InputError: The model or a data set is unusable.
@@ -86,7 +87,8 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
 class RunFailure(ArithmeticError):
     """ArithmeticError that a loss, a gradient norm or a prediction is NaN or inf.
 
-    `step` is the training step, from 1, in or after which the value occurred.
+    `step` is the training step, from 1, of the loss or gradient norm; for a prediction, the last
+    step before the evaluation. Arguments are the reason, a text for failed.json, and the step.
     """
 
     def __init__(self, reason: str, step: int) -> None:
@@ -98,8 +100,9 @@ class RunFailure(ArithmeticError):
 class HeldOutData:
     """Validation and test data of one data set, and its scores during training.
 
-    `splits` has tokens and examples of "validation" and "test". `task` serves all evaluations: it
-    caches the baseline, and embeddings that both splits share.
+    `splits` has tokens and examples of "validation" and "test", `history` the scores. `task` serves
+    all evaluations: it caches the baseline, and embeddings that both splits share; FinetuneRun
+    drops the embeddings after each evaluation.
     """
 
     task: FinetuneTask
@@ -114,9 +117,11 @@ class FinetuneRun:
 
     The constructor loads data and model, which may raise InputError or DataUnavailable, and calls
     `make_deterministic`. Call `train` once, then `evaluate` for each of `held_out`, then `keep` if
-    `keeper` is not None. `train_and_evaluate` does all this, and writes the results.
+    `keeper`, the ModelKeeper of a job that may keep its model, is not None. `train_and_evaluate`
+    does all this, and writes the results.
 
     Args:
+        job: Model, data sets and protocol.
         report: Function that receives the progress.
     """
 
@@ -203,7 +208,9 @@ class FinetuneRun:
     def train(self) -> None:
         """Train to the last step or an early stop, with validations every --eval-interval.
 
-        The model's weights change; nothing is written.
+        The interval is in steps; 0 is no validation, and else the last step has one too. Training
+        stops early if it has for all data sets (`ValidationHistory.is_stopped`). The model's
+        weights change; no file is written.
 
         Raises:
             RunFailure: A loss, a gradient norm or a prediction is NaN or inf.
@@ -319,15 +326,16 @@ class FinetuneRun:
         return scores
 
     def keep(self, results: Sequence[DatasetResult]) -> None:
-        """Write the model in float32 if the job asks for it, and the results.
+        """Write the results, and the model in float32 if the job keeps it.
 
-        The model is converted to float32 in place. `keeper` must not be None.
+        See `ModelKeeper.keep`. The weights are those to use on the first data set of `held_out`;
+        the model is converted to them in place. `keeper` must not be None.
 
         Args:
             results: Results of `evaluate` in the order of `held_out`.
 
         Raises:
-            InputError: transformers computes other outputs.
+            InputError: transformers computes other outputs; no results are written.
         """
         first = self.held_out[0]
         for parameter in self.model.parameters():

@@ -13,7 +13,7 @@ from megaenc.finetune.tokenized import TokenizedTexts
 
 
 class Regression(Classification):
-    """Regression on a text's pooled states, by the mean squared error.
+    """FinetuneTask of regression on a text's pooled states, by mean squared error.
 
     The score is the mean of the Pearson and the Spearman correlation, as in GLUE's STS-B. Numbers
     are predicted in the unit of the labels, and never cut to their range.
@@ -47,11 +47,12 @@ class Regression(Classification):
     ) -> Scores:
         """Return the Scores of the model on a split: Pearson and Spearman correlation.
 
-        The score is their mean. There is no score of an example, so `scores_i` and `metrics_i` are
-        empty. The baseline predicts one number for all texts, which correlates with nothing: 0.
+        The score is their mean, the metrics are `pearson` and `spearman`. There is no score of an
+        example, so `scores_i` and `metrics_i` are empty. The baseline predicts one number for all
+        texts, which correlates with nothing: 0. The model is left in eval mode.
 
         Args:
-            data: Result of `encode`.
+            data: Result of `encode`, at least one text.
             examples: Not used.
 
         Raises:
@@ -82,8 +83,8 @@ def pearson_correlation(gold: np.ndarray, predicted: np.ndarray) -> float:
     It is 0 if either is constant.
 
     Args:
-        gold: Number of each example, float64[examples], at least one.
-        predicted: Predicted numbers, float64[examples].
+        gold: Number of each example, float64[examples], at least one, without NaN and inf.
+        predicted: Predicted numbers, float64[examples], without NaN and inf.
     """
     if (gold == gold[0]).all() or (predicted == predicted[0]).all():
         return 0.0
@@ -93,8 +94,8 @@ def pearson_correlation(gold: np.ndarray, predicted: np.ndarray) -> float:
 def rank(numbers: np.ndarray) -> np.ndarray:
     """Return the rank of each number, float64[n].
 
-    Ranks are from 1; equal numbers share their mean rank. The Pearson correlation of the ranks is
-    Spearman's.
+    The smallest number has rank 1; equal numbers share their mean rank. The Pearson correlation of
+    the ranks is Spearman's.
     """
     _, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)

@@ -24,11 +24,12 @@ _MIN_COSINE_SPREAD = 1e-4
 
 
 class RetrievalTask(FinetuneTask):
-    """Retrieval (IR): embeddings trained by InfoNCE with in-batch negatives.
+    """FinetuneTask of retrieval (IR): embeddings trained by in-batch InfoNCE.
 
-    Cosines are multiplied by `protocol.scale`. All other documents of the batch are negatives, even
-    equal ones. A batch larger than one forward pass uses gradient caching
-    (`megaenc.finetune.model.gradient_caching`). The score is `retrieved_ndcg` at 10.
+    The loss is that of queries to documents only. Cosines are multiplied by `protocol.scale`. All
+    other documents of the batch are negatives, even equal ones. A batch larger than one forward
+    pass uses gradient caching (`megaenc.finetune.model.gradient_caching`). The score is
+    `retrieved_ndcg` at 10.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.IR
@@ -41,7 +42,10 @@ class RetrievalTask(FinetuneTask):
         """Return tokenized texts by name: "queries" and "documents".
 
         Row i of both is training pair i; of a validation or test split, rows are in the order of
-        its dicts.
+        its dicts. No prefix is added to the texts.
+
+        Raises:
+            InputError: A text has no token and gets no special token.
         """
         if isinstance(examples, RetrievalExamples):
             queries = list(examples.queries.values())
@@ -52,7 +56,10 @@ class RetrievalTask(FinetuneTask):
         return {"queries": encoder.encode(queries), "documents": encoder.encode(documents)}
 
     def clear_cache(self) -> None:
-        """Drop the embeddings of documents."""
+        """Drop the embeddings of documents that `evaluate` has kept.
+
+        Call it if the weights have changed; `backward` calls it itself.
+        """
         self._document_cache = None
 
     def build_head(self, hidden_size: int) -> nn.Module:
@@ -66,10 +73,10 @@ class RetrievalTask(FinetuneTask):
     def backward(
         self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray
     ) -> float:
-        """Backpropagate the InfoNCE loss of the training pairs `rows`; return the loss.
+        """Backpropagate the mean InfoNCE loss of the pairs `rows`; return the loss.
 
-        Gradients are added to those that parameters have. Several forward passes use gradient
-        caching.
+        Gradients are added to those that parameters have. A batch that does not fit in one forward
+        pass uses gradient caching. The loss may be NaN or inf.
 
         Args:
             data: Training split as tokenized by `encode`: "queries" and "documents", a row of each
@@ -96,9 +103,11 @@ class RetrievalTask(FinetuneTask):
     ) -> Scores:
         """Return the Scores of ranking, each the mean over queries, from 0 to 1.
 
-        The score is `retrieved_ndcg`, the metrics are `ndcg@10`, `mrr@10` and `recall@100`. Queries
-        without a relevant document are ignored (trec_eval); relevant documents that are not in
-        `examples.documents` count as misses. The baseline is the expectation of a random ranking.
+        The score is `retrieved_ndcg`, the metrics are `ndcg@10`, `mrr@10` and `recall@100`, in
+        which relevant documents that are not in `examples.documents` are misses. Queries without a
+        relevant document are ignored (trec_eval), in `scores_i` too; one must have some. The
+        baseline is the expectation of a random ranking. Embeddings of documents are kept for
+        further calls with this model (`clear_cache`), which is left in eval mode.
 
         Raises:
             NonFinitePredictionError: An embedding is NaN or inf.
@@ -217,7 +226,7 @@ def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) ->
 
     Relevant documents that were not retrieved do not lower it, and documents of equal score share
     their discounts: it is scikit-learn's `ndcg_score([relevant], [scores])` on the first `depth`
-    documents. It is 0 if none of them is relevant.
+    documents, but one document may be ranked too. It is 0 if none of them is relevant.
 
     Args:
         relevant: bool[documents], in the order of the ranking.
@@ -319,9 +328,10 @@ def compute_query_baseline(
     must not be changed.
 
     Args:
-        grade_of: Grades of all relevant documents by id, also of those that are not ranked.
-        documents: Ids of all documents.
-        excluded: Id of the document that is not ranked; None: none.
+        grade_of: Grades of all relevant documents, at least one, by id, also of those that are not
+            ranked.
+        documents: Ids of all documents, a dict or set.
+        excluded: Id of the document that is not ranked, which need not exist; None: none.
     """
     count = len(documents) - (excluded in documents)
     missing = [grade for document, grade in grade_of.items() if document not in documents]
@@ -334,10 +344,10 @@ def compute_query_baseline(
 def compute_random_baseline(
     documents: int, all_grades: tuple[int, ...], missing: tuple[int, ...] = ()
 ) -> dict[str, float]:
-    """Return a query's expected metrics, from 0 to 1, over random orders of documents.
+    """Return a query's exact expected metrics over random orders of documents.
 
-    They are score (that is `retrieved_ndcg`), ndcg@10, mrr@10 and recall@100, by name. The dict is
-    cached, so it must not be changed.
+    They are score (that is `retrieved_ndcg`), ndcg@10, mrr@10 and recall@100, by name, from 0 to 1.
+    The dict is cached, so it must not be changed.
 
     Args:
         documents: Number of ranked documents, at least 1.

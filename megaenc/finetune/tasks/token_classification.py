@@ -14,12 +14,12 @@ from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, concatenate_
 
 
 class TokenClassification(FinetuneTask):
-    """Token classification (TC) with a majority vote per word.
+    """FinetuneTask of token classification (TC) with a majority vote per word.
 
     The score is the mean over sentences of macro tag F1. Words are joined by single spaces and
     tokenized together. A sub-token belongs to the first word that ends after its first character,
     so a space belongs to the following word. Words that were cut off or have no sub-token are
-    predicted O; BOS and EOS have no loss.
+    predicted O, or the first label if O is none; BOS and EOS have no loss.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.TC
@@ -28,7 +28,7 @@ class TokenClassification(FinetuneTask):
         """Return tokenized sentences, with the word and tag of each token.
 
         Columns by token: `words`, int32[N], the index of its word in the sentence or -1; `tags`,
-        int64[N], the index of its tag or -100.
+        int64[N], its word's tag index, as the example has it, or -100.
         """
         rows = []
         words = []
@@ -79,12 +79,15 @@ class TokenClassification(FinetuneTask):
     ) -> Scores:
         """Return the Scores of the model on a split, each from 0 to 1.
 
-        The score is the mean tag F1 by sentence, the metrics are F1, precision and recall of spans
-        (`span_f1`). The baseline is each word's most frequent tag in the training split, which the
-        first call reads; other words get the most frequent tag of all.
+        The score is the mean tag F1 by sentence (`scores_i`), the metrics are those of `span_f1`;
+        `metrics_i` has the counts of `count_spans`. The baseline, of score and metrics, is each
+        word's most frequent tag in training, for other words the most frequent of all; the first
+        call reads the training split. The model is left in eval mode.
 
         Raises:
             NonFinitePredictionError: A prediction is NaN or inf.
+            InputError: The training split is invalid.
+            DataUnavailable: A download of it failed for a temporary reason.
         """
         gold = [np.array(example.tags) for example in examples]
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
@@ -119,7 +122,7 @@ class TokenClassification(FinetuneTask):
         """Return the predicted tag index of each word of a sentence, int64[count].
 
         Args:
-            logits: float[tokens, labels] of the sentence.
+            logits: float[tokens, labels] of the sentence, special tokens included.
             row: Index of the sentence in `data`.
             count: Number of its words.
         """
@@ -156,7 +159,8 @@ def majority_vote(words: np.ndarray, tags: np.ndarray, count: int, absent: int) 
     Of equally frequent tags it is the one that comes first in the word.
 
     Args:
-        words: int[sub-tokens], the ascending word index of each sub-token.
+        words: int[sub-tokens], the ascending word index of each sub-token, from 0; tokens of no
+            word are left out.
         tags: int[sub-tokens], the tag index of each sub-token.
         count: Number of words.
         absent: Tag index of words without a sub-token.
@@ -223,7 +227,8 @@ _SPAN_COUNTS = ("spans_right", "spans_predicted", "spans_there")
 def count_spans(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> np.ndarray:
     """Return the numbers of correct, predicted and gold spans of each sentence.
 
-    Correct spans have the same type and words as a gold one.
+    Correct spans have the same type and words as a gold one. As in seqeval, an I that follows O or
+    another type starts a span like a B.
 
     Args:
         gold: IOB2 tags of each sentence, as text.
