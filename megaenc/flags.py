@@ -61,8 +61,8 @@ class Bounds:
     """Range of a number, for the type of a flag: Annotated[int, Bounds(low=1)].
 
     It is `low` <= value <= `high` and `above` < value < `below`; NaN and infinite numbers are
-    outside. In a type with several numbers it holds for each of them. `value in bounds` tells
-    whether a number is inside.
+    outside. A limit that is not given is infinite. In a type with several numbers it holds for each
+    of them, and not for None and texts. `value in bounds` tells whether a number is inside.
     """
 
     low: float = -math.inf
@@ -111,7 +111,8 @@ def parse(
 ) -> Settings:
     """Return the dataclass `settings` with the values of command-line flags.
 
-    Each field is a flag, also of nested dataclasses. --help prints the help and exits with 0.
+    Each field is a flag with hyphens, also of nested dataclasses: field `a_b` is --a-b, if bool
+    also --no-a-b. --help prints the help, on rank 0 only, and exits with 0.
 
     Args:
         argv: The flags; None: those of this process.
@@ -195,8 +196,8 @@ def setting(default: Any, *facts: Mapping[str, Any], feature: str = "") -> Any:
     Args:
         default: Default value of the field.
         facts: Constants of this module, from IN_IDENTITY to ADAPTABLE_WEIGHTS.
-        feature: What a model with another value than the default has, in messages about families
-            that lack it.
+        feature: Noun phrase for what a model with another value than the default has, such as
+            "attention windows", in messages about families that lack it.
     """
     metadata: dict[str, Any] = {"feature": feature}
     for fact in facts:
@@ -218,15 +219,20 @@ class YamlLoader(yaml.SafeLoader):
     """SafeLoader of PyYAML for files that users write.
 
     `read_yaml` converts its errors. YAMLError refuses equal keys, long numbers, zero bytes, values
-    that do not fit their tag, and aliases that contain themselves or expand too far. Values nested
-    too deeply raise RecursionError, impossible dates ValueError.
+    that do not fit their tag, and aliases that contain themselves or expand to more than 100,000
+    values. Values nested more than 100 levels deep raise RecursionError, impossible dates and
+    numbers ValueError. As in PyYAML 5e-4, without a point, is text.
     """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the value of `node`.
 
+        Args:
+            deep: Whether lists and mappings are filled at once, as in PyYAML.
+
         Raises:
             YAMLError: A text does not fit its tag, as in `!!int ""`.
+            ValueError: A date or number is impossible, as in `!!int x`.
         """
         try:
             return super().construct_object(node, deep)
@@ -238,7 +244,8 @@ class YamlLoader(yaml.SafeLoader):
         """Return the document's root node, None if it is empty.
 
         Raises:
-            YAMLError: Keys are equal, texts are unusable or aliases expand too far.
+            YAMLError: Keys are equal, texts are unusable, aliases expand too far, or there are
+                several documents.
             RecursionError: Values are nested too deeply.
         """
         if node := super().get_single_node():
@@ -310,7 +317,8 @@ def read_yaml(path: Path, place: str, expected: str) -> Any:
         expected: Kind of file that errors name.
 
     Raises:
-        InputError: The file is unreadable, larger than MAX_YAML or not YAML (see `YamlLoader`).
+        InputError: The file is unreadable, not a regular file, larger than MAX_YAML (1 MiB), not
+            UTF-8 or not YAML (see `YamlLoader`).
     """
     try:
         return yaml.load(read_regular_file(path, MAX_YAML).decode("utf-8"), YamlLoader)
@@ -333,16 +341,18 @@ def read_config_file(
 ) -> Settings:
     """Return `default` with the fields in a YAML file and the files that it builds on.
 
-    The key `config` names another file, relative to this one, whose values are read first. Fields
-    of nested dataclasses are top-level keys. `default`, a dataclass, is not changed.
+    The key `config` names another file, relative to this one, whose values are read first; no field
+    is set to it. Fields of nested dataclasses are top-level keys. `default`, a dataclass, is not
+    changed.
 
     Args:
-        prepare: Given the present values and a file's fields, returns those to set the fields in.
+        prepare: Given the present values and a file's fields (with underscores, without `config`),
+            returns those to set the fields in.
         including_files: Resolved files that led to `path`; callers leave them out.
 
     Raises:
-        InputError: A file is unreadable or no mapping, a field is unknown, given twice or wrong,
-            `prepare` refuses the fields, or `config` leads back to a file.
+        InputError: A file is unreadable or no mapping, a field is unknown, wrong or twice in a
+            file, `prepare` refuses the fields, or `config` leads back to a file.
     """
     fields = _read_fields(path)
     if base := fields.pop("config", None):
@@ -378,6 +388,7 @@ def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
     """Return `values` by field name: hyphens of names become underscores.
 
     Args:
+        values: Values by name; names that are no text become text.
         place: File or flag of the values, the beginning of errors.
 
     Raises:
@@ -398,12 +409,13 @@ def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[st
     """Return the fields that the flags `argv` or the YAML files of --config give.
 
     Names have underscores and are not checked; `--no-x` gives `no_x` and `x`. A file's key `config`
-    names a further file, which must not lead back to the first.
+    names a further file. Files must not lead back to one another (`read_config_file` checks this),
+    because they would be read without end.
 
     Args:
         preset: Field that replaces values of earlier files: no file is read if a flag gives it, and
             not the `config` of a file that gives it.
-        without: File whose own fields do not count.
+        without: File whose own fields do not count; those of files that it names do.
 
     Raises:
         InputError: A file is unreadable or no mapping.
@@ -440,9 +452,10 @@ def parse_with_config(
 
 
 def find_flag_value(argv: Sequence[str], flag: str) -> str | None:
-    """Return the last value of `flag` in `argv` without parsing the rest.
+    """Return the value of the last `flag` in `argv`, without parsing the rest.
 
-    It is given as `--flag x` or `--flag=x`; None without it, or if nothing follows it.
+    It is given as `--flag x` or `--flag=x`; x may be a flag itself. The result is None if there is
+    no `flag` or nothing follows the last one.
 
     Args:
         flag: Flag with its hyphens, such as --config; underscores in `argv` are accepted.
@@ -546,7 +559,8 @@ def parse_mapping(text: YamlMapping, source: str, example: str) -> dict[str, Any
         example: Fields that the error shows.
 
     Raises:
-        InputError: The text is no mapping (as empty text), or gives a field in two spellings.
+        InputError: The text is not YAML, no mapping (as empty text), or gives a field in two
+            spellings.
     """
     values = None
     problem = ""
@@ -580,9 +594,10 @@ def convert_value(place: str, kind: Any, value: Any) -> Any:
     """Return `value` from YAML converted to the type `kind`.
 
     Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, `int |
-    Literal["all"]`, and YamlMapping, from any value. A float may be text such as 5e-4, a single
-    value gives a tuple of one, and numbers in a tuple of texts become text; other types must be
-    those of the value. Bounds are not checked.
+    Literal["all"]`, and YamlMapping, which is the YAML text of any value. A float may be an int or
+    text such as 5e-4, a single value gives a tuple of one, and numbers in a tuple of texts become
+    text; other types must be those of the value, so that 1.0 and True are no int. Bounds are not
+    checked.
 
     Raises:
         InputError: The value does not fit; the message begins with `place`.
@@ -637,7 +652,7 @@ def convert_value(place: str, kind: Any, value: Any) -> Any:
 
 
 def check_given(settings: Any, command: str, *names: str) -> None:
-    """Raise InputError, naming the flag, if a required field of `settings` is empty.
+    """Raise InputError, naming the first such flag, if a required field is empty.
 
     Args:
         command: The words of the command after `megaenc`, for the error.

@@ -29,10 +29,11 @@ _EXPECTED = {"dict_type": "an object", "string_pattern_mismatch": "text in one l
 
 
 def check_json(kind: TypeAdapter[T], values: Any, place: str | Path, advice: str) -> T:
-    """Return `values` if pydantic finds them to be of `kind`, with converted fields.
+    """Return a copy of `values` as validated by pydantic to be of `kind`.
 
     Args:
-        kind: TypeAdapter of a type, such as a TypedDict with JSON_OBJECT as configuration.
+        kind: TypeAdapter of a type, such as a TypedDict with JSON_OBJECT as configuration: it keeps
+            further fields, and converts nothing but an int for a float.
         values: Value of a JSON text.
         place: File or other place, the beginning of errors.
         advice: End of errors: the next step of the user.

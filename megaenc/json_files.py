@@ -21,7 +21,7 @@ def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
     """Return the bytes of a regular file.
 
     Args:
-        limit: Maximum size in bytes.
+        limit: Maximum size in bytes; MAX_TEXT is 64 MiB.
 
     Raises:
         OSError: It is missing or unreadable, is a FIFO or device, which could block, or has more
@@ -44,10 +44,11 @@ def read_regular_file(path: Path, limit: int = MAX_TEXT) -> bytes:
 def parse_json(content: bytes | str, *, unique_keys: bool = False) -> Any:
     """Return the value of a JSON text.
 
-    NaN and Infinity, which are not JSON, are accepted as numbers.
+    NaN and Infinity, which are not JSON, are accepted as numbers. Of equal keys the last counts,
+    unless `unique_keys`.
 
     Raises:
-        ValueError: It is no JSON or nested too deeply.
+        ValueError: It is no JSON, nested too deeply, or undecodable bytes.
         DuplicateKeyError: A key of an object is given twice, and `unique_keys` is True.
     """
     try:
@@ -106,7 +107,7 @@ def read_json_object(
 def read_json_or_empty(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`, or {} if there is none.
 
-    There is none if the file is missing, unreadable, or holds anything else.
+    There is none if the file is missing, unreadable, larger than MAX_TEXT, or holds anything else.
     """
     try:
         return read_json_object(path)

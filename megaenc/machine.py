@@ -28,7 +28,7 @@ def usable_core_count() -> int:
 def allow_open_files(count: int, purpose: str) -> None:
     """Let this process open `count` files more.
 
-    Raises the process's limit as far as the system allows, as later needs of the run are not all
+    The process's soft limit always becomes its hard limit, as later needs of the run are not all
     known.
 
     Args:
@@ -36,7 +36,7 @@ def allow_open_files(count: int, purpose: str) -> None:
         purpose: What opens them, for the error.
 
     Raises:
-        InputError: The system allows fewer.
+        InputError: The hard limit is too low.
     """
     needed = len(os.listdir("/proc/self/fd")) + count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -54,7 +54,7 @@ def allow_open_files(count: int, purpose: str) -> None:
 def read_processor_name(root: Path = Path("/")) -> str:
     """Return the processor's model name, as in `root`/proc/cpuinfo.
 
-    If that has none, the name or architecture in Python's `platform`.
+    If that has none, the name or architecture in Python's `platform`, which may be empty.
     """
     with contextlib.suppress(OSError):
         text = (root / "proc/cpuinfo").read_text(errors="replace")
@@ -81,8 +81,9 @@ def check_process_count(flag: str, count: int) -> None:
 def accelerator_names() -> list[str]:
     """Return the names of the accelerators that torch may use, by torch's index.
 
-    The list is empty without a device file. The first call starts Python to list them, so that this
-    process does not import torch; later calls return the same list, which must not be changed.
+    Those that CUDA_VISIBLE_DEVICES hides are left out. The list is empty without a device file. The
+    first call starts Python to list them, so that this process does not import torch; later calls
+    return the same list, which must not be changed.
 
     Raises:
         InputError: torch failed to list them.
@@ -113,8 +114,8 @@ def select_visible_devices(count: int) -> tuple[str, list[str]]:
     """Return the variable of visible devices and its first `count` entries.
 
     It is HIP_VISIBLE_DEVICES if that is set and not empty, else CUDA_VISIBLE_DEVICES; if this is
-    unset or empty, the entries are 0, 1, ... There are fewer entries if the variable has fewer. The
-    environment is not changed.
+    unset or empty, the entries are "0", "1", ... There are fewer entries if the variable has fewer.
+    That devices exist is not checked. The environment is not changed.
     """
     variable = (
         "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"

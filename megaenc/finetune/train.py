@@ -400,7 +400,7 @@ def iterate_batches(seed: int, examples: int, batch_size: int, steps: int) -> It
     """Yield the example indices of each batch, reshuffled by `seed` every epoch.
 
     There are `steps` batches, int64[<= batch_size]; the last batch of an epoch may be smaller.
-    Indices are from 0 to `examples` - 1.
+    Indices are from 0 to `examples` - 1; there must be an example.
     """
     steps_per_epoch = math.ceil(examples / batch_size)
     for step in range(steps):
@@ -425,7 +425,7 @@ class _ProgressReporter:
         self._report(progress)
 
     def repeat(self, done: int, total: int) -> None:
-        """Report the current stage again, whatever is done in a part of it."""
+        """Report the current stage again; `done` and `total`, of a part, are ignored."""
         self._report(self._stage)
 
     def report_texts(self, done: int, total: int) -> None:
@@ -448,7 +448,8 @@ class SplitLoader:
     def load_training(self, task: FinetuneTask) -> TokenizedSplit:
         """Return the tokenized training split of the task's data set.
 
-        It comes from the cache if it is there; else examples are read, tokenized and cached.
+        It comes from the cache if it is there, under the fingerprint of the data set; else examples
+        are read, tokenized and cached.
 
         Raises:
             InputError: The data is invalid.
@@ -519,11 +520,13 @@ class SplitLoader:
 def make_deterministic(threads: int, *, kernels: bool = True) -> None:
     """Set torch's threads and deterministic GPU kernels, for the whole process.
 
-    Equal runs on a machine then give equal bits. Call it before the first use of cuBLAS.
+    Equal runs on a machine then give equal bits, on a GPU only with `kernels`. No seed is set. Call
+    it before the first use of cuBLAS, whose CUBLAS_WORKSPACE_CONFIG it sets unless it is set.
 
     Args:
         threads: CPU threads of an operation.
-        kernels: Whether to use deterministic GPU kernels; False leaves torch's settings.
+        kernels: Whether torch raises an error for GPU kernels that are not deterministic, and
+            memory-efficient attention is off; False leaves torch's settings.
     """
     torch.set_num_threads(threads)
     if torch.cuda.is_available() and kernels:

@@ -17,9 +17,10 @@ Weights = Mapping[nn.Parameter, Tensor]
 class ValidationHistory:
     """Validation scores of a training on one data set, and the weights to use.
 
-    Call `add` after each evaluation, and `restore` after the training. The weights to use, those at
-    `step`, are the best if `protocol.uses_best_weights`, else the last. Histories of several data
-    sets that share a training do not depend on each other.
+    It is built from `protocol` only. Call `add` after each evaluation, and `restore` after the
+    training. The weights to use, those at `step`, are the best if `protocol.uses_best_weights`,
+    else the last; only the best are saved, on the CPU. Histories of several data sets that share a
+    training do not depend on each other.
     """
 
     protocol: FinetuneConfig
@@ -73,9 +74,9 @@ class ValidationHistory:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copy the best weights, if they are used, into the model's parameters.
+        """Copy the saved best weights into the model's parameters, the keys of `weights`.
 
-        Without saved weights nothing changes.
+        Without saved weights nothing changes. They stay saved.
         """
         for parameter, weight in self.weights.items():
             parameter.copy_(weight)

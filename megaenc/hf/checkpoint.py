@@ -50,9 +50,9 @@ _MAX_EXPERTS = 1 << 15
 
 
 class TensorHeader(NamedTuple):
-    """File, dtype and shape of a tensor, from the header of its safetensors file.
+    """Tuple `file`, `dtype`, `shape` of a tensor, from its safetensors file's header.
 
-    The dtype is as safetensors names it, such as BF16.
+    The dtype is text as safetensors names it, such as BF16.
     """
 
     file: Path
@@ -63,9 +63,11 @@ class TensorHeader(NamedTuple):
 class HFCheckpoint:
     """Hugging Face model directory with its config and the headers of its weights.
 
-    `config` is the content of config.json without the fields about loading; `headers` has the
-    TensorHeader of each weight by its name in the files. The constructor raises InputError if a
-    file is missing or damaged, or the weights are a pickle. Weights are read only in `slices`.
+    The constructor takes the Path of a local directory, and the flag for errors (--input); it
+    raises InputError if a file is missing or damaged, or the weights are a pickle. `config` is the
+    content of config.json without the fields about loading, such as `auto_map`, `dtype` and
+    `id2label`; `headers` has the TensorHeader of each weight by its name in the files. Weights are
+    read only in `slices`.
     """
 
     def __init__(self, path: Path, flag: str = "--input"):
@@ -113,8 +115,8 @@ class HFCheckpoint:
     def slices(self) -> Iterator[dict[str, Any]]:
         """Yield the safetensors slice (lazy tensor) of each weight by name, as a dict.
 
-        Names are those in the files. In the `with` block, `slice[:]` reads the weight as a torch
-        tensor on the CPU.
+        Names are those in the files. In the `with` block, after which the files are closed,
+        `slice[:]` reads the weight as a torch tensor on the CPU, in its stored dtype.
 
         Raises:
             InputError: A file is damaged or not a regular file.
@@ -132,8 +134,10 @@ class TrainableHFCheckpoint(HFCheckpoint):
     """Hugging Face model directory from which training starts.
 
     It also has the weight `shapes` by name and the `generation` config, {} if there is none.
-    Weights must be F32, BF16 or F16 and are read one by one. They have their names in a model with
-    an output layer (`model.norm.weight`); directories of models without one omit `model.`.
+    Weights are read one by one. `shapes` and methods have their names in a model with an output
+    layer (`model.norm.weight`); `headers` has those in the files, which omit `model.` for a model
+    without one. The constructor takes the Path of a local directory; it raises InputError if a file
+    is unusable, or a weight is not F32, BF16 or F16.
     """
 
     def __init__(self, path: Path):
@@ -174,7 +178,7 @@ class TrainableHFCheckpoint(HFCheckpoint):
 
         Args:
             expected: Shape of each weight by name, as in `shapes`.
-            optional: Names of other weights that the directory may have.
+            optional: Names of other weights, of any shape, that the directory may have.
 
         Raises:
             InputError: A weight is missing, unexpected or of another shape.
@@ -353,7 +357,7 @@ def check_positive(value: Any, name: str, where: str) -> float:
         where: File of the field, for errors.
 
     Raises:
-        InputError: It is no finite number above 0.
+        InputError: It is no finite number above 0; bool and text are none.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise InputError(

@@ -44,15 +44,15 @@ _MAX_MISSING_PARAMETERS = 1 << 24  # parameters that a directory may lack: a poo
 def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
     """Return transformers' config object for the fields of a config.json.
 
-    Fields of older versions are accepted.
+    Fields of older versions are accepted. NeoBERT is registered if needed (`register_neobert`).
 
     Args:
-        values: The fields.
+        values: The fields; not changed.
         model_type: A key of transformers' CONFIG_MAPPING, or neobert.
         where: Beginning of errors.
 
     Raises:
-        InputError: A field is invalid, or the weights are quantized.
+        InputError: A field is invalid, the type is unknown, or the weights are quantized.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -89,7 +89,10 @@ def build_hf_config(values: dict[str, Any], model_type: str, where: str) -> Any:
 
 
 def register_neobert(model_type: Any) -> None:
-    """Register NeoBERT with transformers, which lacks it, if `model_type` is neobert."""
+    """Register NeoBERT with transformers, which lacks it, if `model_type` is neobert.
+
+    Further calls have no effect.
+    """
     if model_type == "neobert":
         import megaenc.hf.neobert_model  # noqa: F401
 
@@ -182,7 +185,8 @@ def find_position_offset(model: Any) -> int:
 def load_masked_lm(directory: HFCheckpoint, config: Any) -> Any:
     """Load the masked language model of a directory, in float32, on the CPU.
 
-    It is in eval mode. A decoder with bidirectional attention (`is_causal_decoder`) is accepted.
+    It is in eval mode. A decoder with bidirectional attention (`is_causal_decoder`) is accepted;
+    its class is transformers' ForCausalLM. Left-over weights are ignored.
 
     Args:
         config: Config object, as `load_hf_config` returns it.
@@ -224,15 +228,17 @@ def load_model(
     """Return a model of class `kind` with the weights of a directory, and a report.
 
     The model is in float32 on the CPU, in eval mode. Weights that are missing or left over are no
-    error: transformers' report lists them (`missing_keys` and the like).
+    error: transformers' loading info lists their names (`missing_keys`, `unexpected_keys`).
 
     Args:
         config: Config object, as `load_hf_config` returns it; not changed.
-        kind: Class of transformers, which gets `options`.
+        kind: Model class of transformers, no Auto class.
         expected: Description of the model for errors.
+        options: Arguments of the constructor of `kind`, such as `add_pooling_layer`.
 
     Raises:
-        InputError: Config or weights are of another model, too large for the files, or not finite.
+        InputError: Config or weights are of another model, the config describes a model larger than
+            that in the files, or a weight is not finite.
     """
     import torch
 
@@ -316,7 +322,8 @@ def _find_stored(directory: HFCheckpoint, model: Any, name: str) -> tuple[Path, 
 def save_hf_config(config: Any, directory: Path) -> None:
     """Write config.json to `directory`, with the fields that older versions read.
 
-    `config` is transformers' object. transformers before 5 ignores `rope_parameters` and silently
+    `config` is transformers' object. The directory is created, a file in it is replaced. The
+    further fields are needed because transformers before 5 ignores `rope_parameters` and silently
     computes with its own defaults instead.
     """
     config.save_pretrained(directory)
@@ -330,7 +337,9 @@ def save_hf_config(config: Any, directory: Path) -> None:
 def save_hf_model(model: Any, directory: Path) -> None:
     """Write the transformers `model` to `directory`, its config by `save_hf_config`.
 
-    The directory is created. All files have the permissions that the umask gives.
+    The directory and its parents are created, files of the same names replaced. Weights are
+    safetensors in the model's dtype; there is no tokenizer. All files have the permissions that the
+    umask gives.
     """
     model.save_pretrained(directory)
     save_hf_config(model.config, directory)
@@ -341,9 +350,9 @@ def save_hf_model(model: Any, directory: Path) -> None:
 def find_lowest_version(config: Any) -> str:
     """Return the lowest tested version of transformers that gives a model's numbers.
 
-    It is "4.57" or "5.3", the tested ones, or "" if it is unknown. `config` is transformers' config
-    object. 4.57 has no EuroBERT, ignores `is_causal`, knows ModernBERT's layers only in its own
-    order, and gives the local layers of its decoder the rotary base of the global ones.
+    It is "4.57" or "5.3", the tested ones, or "" for untested models. `config` is transformers'
+    config object. 4.57 has no EuroBERT, ignores `is_causal`, knows ModernBERT's layers only in its
+    own order, and gives the local layers of its decoder the rotary base of the global ones.
     """
     kind = config.model_type
     if kind == "eurobert" or (kind in _OLD_MODELS and getattr(config, "is_causal", None) is False):

@@ -30,14 +30,18 @@ _MULTIPLE = 8
 def inner_size(intermediate_size: int) -> int:
     """Return the width inside the MLP for config.json's `intermediate_size`.
 
-    It is two thirds of it, as of SwiGLU's two matrices, rounded up to a multiple of 8.
+    It is two thirds of it, rounded down to an integer, then up to a multiple of 8.
     """
     return -(-int(2 * intermediate_size / 3) // _MULTIPLE) * _MULTIPLE
 
 
 @strict
 class NeoBERTConfig(PreTrainedConfig):
-    """Fields of NeoBERT's config.json, with the defaults of the Hub's code."""
+    """Fields of NeoBERT's config.json, with the defaults of the Hub's code.
+
+    Fields are named as in config.json and given by keyword; `max_position_embeddings` is another
+    name of `max_length`. A value of a wrong type raises an error.
+    """
 
     model_type = "neobert"
     attribute_map: ClassVar = {"max_position_embeddings": "max_length"}
@@ -127,7 +131,14 @@ class _NeoBERTLayer(nn.Module):
         self.ffn = _SwiGLU(hidden, inner_size(config.intermediate_size))
 
     def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
-        """Return hidden states [B, S, H] after the layer."""
+        """Return hidden states [B, S, H] after the layer.
+
+        Args:
+            x: Hidden states [B, S, H].
+            rotation: Complex factors of queries and keys, [B or 1, S, head width / 2].
+            mask: Result of transformers' `create_bidirectional_mask` for the config's attention;
+                None: all tokens are seen.
+        """
         query, key, value = (
             self.qkv(self.attention_norm(x)).unflatten(-1, (self.heads, -1)).chunk(3, dim=-1)
         )
@@ -153,7 +164,10 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
 
 
 class NeoBERT(NeoBERTPreTrainedModel):
-    """NeoBERT without output layer, for transformers' AutoModel."""
+    """NeoBERT without output layer, for transformers' AutoModel.
+
+    Importing this module registers it there.
+    """
 
     def __init__(self, config: NeoBERTConfig):
         super().__init__(config)
@@ -185,10 +199,11 @@ class NeoBERT(NeoBERTPreTrainedModel):
         Other arguments, such as `output_hidden_states`, are ignored.
 
         Args:
-            input_ids: int64[B, S], unused if `inputs_embeds` are given.
-            attention_mask: [B, S], 1 for tokens of the text and 0 for padding, or a mask to add to
-                the scores; None: all are text.
-            position_ids: int64[B, S] or [1, S], positions of the tokens; None: 0, 1, ...
+            input_ids: int64[B, S], needed unless `inputs_embeds` are given, then unused.
+            attention_mask: [B, S], 1 for tokens of the text and 0 for padding, or [B, 1, S, S] to
+                add to the scores; None: all are text.
+            position_ids: int64[B, S] or [1, S], positions of the tokens; None: 0, 1, ... They may
+                exceed `max_length`.
             inputs_embeds: [B, S, H] instead of the embedding's rows.
         """
         x = self.encoder(input_ids) if inputs_embeds is None else inputs_embeds
