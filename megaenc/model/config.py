@@ -153,8 +153,8 @@ class ModelConfig:
         Args:
             vocab_size: Rows of the embedding, with padding if it is to be counted. The field
                 `vocab_size` is not read.
-            lm_head: Whether to count the output layer: an untied matrix, its bias and the
-                prediction head.
+            lm_head: Whether to count the output layer: its matrix if untied, and in any case its
+                bias and the prediction head, if the model has them.
         """
         hidden = self.hidden_size
         vectors = self.add_qkv_bias * self._qkv_size + self.qk_layernorm * 2 * self.norm_size(
@@ -171,33 +171,37 @@ class ModelConfig:
     def norms_per_layer(self) -> int:
         """Return the number of norms of hidden states in a layer.
 
-        The first layer has one less with `embedding_norm`.
+        Norms of queries and keys are not counted. The first layer has one less with
+        `embedding_norm`.
         """
         return 4 if self.post_norms else 2
 
     def norm_size(self, width: int) -> int:
-        """Return the number of parameters of a norm over `width` channels, with bias."""
+        """Return the number of parameters of a norm over `width` channels.
+
+        They are its weight, and a bias if `norm_bias`.
+        """
         return (1 + self.norm_bias) * width
 
     @property
     def prediction_head_size(self) -> int:
         """Return the number of parameters of the prediction head, 0 without it.
 
-        They are those of a dense layer and a norm.
+        They are those of a dense layer without bias and a norm.
         """
         return self.prediction_head * (self.hidden_size**2 + self.norm_size(self.hidden_size))
 
     @property
     def mlp_matrices(self) -> int:
-        """Return the number of matrices of an MLP.
+        """Return 3, the number of matrices of an MLP: gate, up and down.
 
-        They are gate and up, which are one product, and down.
+        The MLP is always gated. Gate and up are computed as one product.
         """
         return 3
 
     @property
     def mlp_input_size(self) -> int:
-        """Return the width of the MLP's first product, gate and up, over all ranks."""
+        """Return the width of gate and up together, over all ranks."""
         return (self.mlp_matrices - 1) * self.ffn_hidden_size
 
     @property
@@ -259,7 +263,8 @@ class ModelConfig:
         """Return the FLOPs of attention in all layers for one document.
 
         Forward and backward: 6 (s^2 + p^2) q per layer, with s = `length`, p = `prefix` and the
-        width q of all query heads. In layers with a window, `visible_pairs` replaces the squares.
+        width q of all query heads. In layers with a window w, `visible_pairs(s, w)` replaces s^2,
+        `visible_pairs(p, w)` p^2.
 
         Args:
             length: Tokens of the document.
@@ -303,7 +308,7 @@ class ModelConfig:
             predicted: Number of predicted positions.
             spans: (start, prefix end, stop) of each document, as of `PackedSequences.spans`.
             selects_rows: Whether the last layer computes only the predicted positions after its
-                attention; it computes all if none is predicted.
+                attention; without effect if `predicted` is 0, because then it computes all.
         """
         spans = list(spans)
         documents = sum(

@@ -53,10 +53,11 @@ def compute_attention(
 ) -> Tensor:
     """Return attention [S, H, D] within documents, computed by a backend.
 
-    It has gradients. Data for further layers are kept in `packing.cache`.
+    It has gradients, and the dtype of `q`. Data for further layers are kept in `packing.cache`.
 
     Args:
-        name: One of BACKENDS that lacks nothing (`missing_requirement`); not checked.
+        name: One of BACKENDS that lacks nothing on the device and in the dtype of `q`, `k` and `v`
+            (`missing_requirement`); not checked.
         q: Queries [S, H, D]; rotary positions are already applied to `q` and `k`.
         k: Keys [S, G, D].
         v: Values [S, G, D].
@@ -88,8 +89,8 @@ def missing_requirement(name: str, device: torch.device, dtype: torch.dtype) -> 
     """Return the reason against an attention backend on a device in a dtype.
 
     The text, a phrase such as "needs a CPU" or several joined by "; ", is empty if nothing is
-    missing. The backend is not tried, which `check_backend` does. onednn is also refused if sdpa is
-    as fast.
+    missing. The backend is not tried, which `check_backend` does. onednn is also refused on
+    processors with AMX, with which sdpa is as fast.
 
     Args:
         name: One of BACKENDS; not checked.
@@ -167,7 +168,10 @@ def exclude_flash_attn(version: int) -> None:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Return whether `device` is a Hopper GPU, such as an H100 or H200."""
+    """Return whether `device` is a Hopper GPU, such as an H100 or H200.
+
+    It may be any device: a CPU or a GPU of AMD is none.
+    """
     # AMD GPUs have other capabilities under the same numbers.
     return (
         device.type == "cuda"

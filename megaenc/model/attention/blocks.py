@@ -23,7 +23,8 @@ _SDPA_KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 def sdpa_kernels(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that keeps torch's scaled dot product from cuDNN.
 
-    cuDNN would build a plan for each document length. On a CPU nothing is restricted.
+    cuDNN would build a plan for each document length. Within the `with` block it counts for the
+    whole process. On a CPU nothing is restricted.
     """
     return contextlib.nullcontext() if device.type == "cpu" else sdpa_kernel(list(_SDPA_KERNELS))
 

@@ -38,14 +38,14 @@ class QueryBlock:
     """Block of queries of a padded document, with their keys and mask.
 
     `queries` and `keys` are (start, stop) of the document's padded tokens. All queries attend to
-    the first `masked_from` keys; `hidden` tells which of the further keys a query does not attend
-    to. It is None if no query attends to any of these.
+    the first `masked_from` of the `keys`. For the further keys, if any, `hidden`, bool[queries, 1,
+    further keys], is True if the query does not attend to the key; None means True for all.
     """
 
     queries: tuple[int, int]
     keys: tuple[int, int]
     masked_from: int
-    hidden: Tensor | None  # bool[queries, 1, masked keys]
+    hidden: Tensor | None
 
     @property
     def is_kept(self) -> bool:
@@ -76,7 +76,8 @@ class PackLayout:
 
     Each document is padded and has the shape [groups, padded tokens, width], with `groups`
     key/value heads. For queries each token has `repeats` rows, one for each query head of the
-    group, so that keys and values are not copied. Built by `from_packed`.
+    group, so that keys and values are not copied. Tokens are padded to a multiple of 8 or 32. Built
+    by `from_packed`; `batches` has the documents, in order of their lengths.
     """
 
     groups: int
@@ -139,9 +140,10 @@ class PackLayout:
                 `groups` heads.
 
         Returns:
-            A tensor of the size [padded tokens, groups, heads / groups * D], whose rows are in the
-            order of (document, group, token). The padding repeats each document's last token.
-            Gradients may not flow through it: use it inside an autograd Function.
+            [padded tokens, groups, heads / groups * D], of which only the rows of the view [padded
+            tokens * groups, -1] have a meaning, in the order of (document, group, token). The
+            padding repeats each document's last token. Gradients may not flow through it: use it
+            inside an autograd Function.
         """
         rows = x.reshape(len(self.layout_rows), -1)
         return _select_rows(rows, self.source_rows).view(-1, self.groups, rows.size(1))
@@ -234,7 +236,8 @@ def float32_by_onednn() -> Iterator[None]:
     MKL, which torch uses otherwise, is slower on AMD's processors. The setting counts for the whole
     process; threads may use it at the same time. It lets oneDNN round float32 factors to bfloat16,
     which happens only with AMX: they must be representable in bfloat16. If
-    `torch.backends.mkldnn.matmul.fp32_precision` is set already, nothing is changed.
+    `torch.backends.mkldnn.matmul.fp32_precision` is set already, nothing is changed; else the last
+    thread to leave the `with` block resets it.
     """
     matmul = torch.backends.mkldnn.matmul
     with _precision_lock:
@@ -262,10 +265,10 @@ def attend_by_products(
 ) -> Tensor:
     """Return attention [S, H, D] within documents and a window, by oneDNN's products.
 
-    It has gradients. The layout is kept in `packing.cache`.
+    It has first gradients only, and the dtype of `q`. The layout is kept in `packing.cache`.
 
     Args:
-        q: Queries [S, H, D], on a CPU.
+        q: Queries [S, H, D], on a CPU, in bfloat16 (or float32), as `k` and `v`.
         k: Keys [S, G, D].
         v: Values [S, G, D].
         packing: Documents of the S tokens, and their mask.
@@ -291,7 +294,10 @@ class _Products:
 
     @classmethod
     def of_batch(cls, layout: PackLayout, batch: DocumentBatch) -> Iterator["_Products"]:
-        """Yield the products of a batch of documents, about _MAX_SCORES scores each."""
+        """Yield the products of a batch of documents, about _MAX_SCORES scores each.
+
+        Each block is split by documents and groups only, so that one may have more scores.
+        """
         for block in batch.blocks:
             queries = slice(*(layout.repeats * end for end in block.queries))
             keys = slice(*block.keys)
@@ -310,11 +316,12 @@ class _Products:
             q: Queries of a batch of documents, [documents * groups, rows, D].
             k: Keys of the batch, [documents * groups, keys, D].
             scale: Factor of the scores.
-            is_training: Whether a backward pass follows.
+            is_training: Whether a backward pass follows; if not, the second tensor is unused.
 
         Returns:
-            (probabilities [groups, queries, keys], tensor to save). The tensor is the
-            probabilities, or for blocks with many keys the largest score of each query.
+            Probabilities in the dtype of `q`, [some of documents * groups, queries, keys], and the
+            tensor to save: the probabilities, or in training for a block that is not `is_kept` the
+            largest score of each query.
         """
         q = q[self.groups, self.queries]
         k = k[self.groups, self.keys]
@@ -326,7 +333,7 @@ class _Products:
         return probabilities, probabilities if largest is None else largest
 
     def restore_probabilities(self, saved: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """Return the attention probabilities again in the backward pass.
+        """Return the attention probabilities again, up to rounding, in backward.
 
         The product subtracts the largest score of each query, by another column, before it rounds
         scores to bfloat16: those that matter are then near zero.

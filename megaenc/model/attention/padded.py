@@ -30,7 +30,8 @@ class PaddedBatch:
 
     shape: (B, L), documents and tokens of each with padding; some rows may be empty. tokens: number
     N of tokens without padding. positions: int64[N], their indices in the flattened [B * L]. bias:
-    [B, 1, L, L], 0 if the query attends to the key, else -inf; None for a causal mask.
+    [B, 1, L, L], 0 if the query attends to the key, else -inf; queries in the padding attend to the
+    document too. None for a causal mask without window.
     """
 
     shape: tuple[int, int]
@@ -44,7 +45,7 @@ class PaddedBatches:
     """Padded batches of all documents of a row, and the order of the tokens in them.
 
     order: int64[S], the row's tokens in the order of the batches; inverse_order: int64[S], the
-    position of each token in `order`. Built by `from_packed`.
+    position of each token in `order`; batches: list of PaddedBatch. Built by `from_packed`.
     """
 
     order: Tensor
@@ -154,7 +155,8 @@ def attend_padded(
 ) -> Tensor:
     """Return attention [S, H, D] within documents, by cuDNN on padded batches.
 
-    It has gradients. The batches and masks are kept in `packing.cache`.
+    It has gradients. The batches and masks are kept in `packing.cache`. If cuDNN cannot compute it,
+    torch raises RuntimeError.
 
     Args:
         q: Queries [S, H, D], on a GPU in bfloat16 or float16; D is a multiple of 8.
@@ -184,7 +186,8 @@ def attend_padded(
 def cudnn_only() -> contextlib.AbstractContextManager[None]:
     """Return a context manager that restricts torch's scaled dot product to cuDNN.
 
-    Within it the product raises RuntimeError if cuDNN cannot compute it.
+    Within the `with` block, which counts for the whole process, the product raises RuntimeError if
+    cuDNN cannot compute it.
     """
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 

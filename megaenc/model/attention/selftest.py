@@ -31,7 +31,7 @@ _QUERY_SCALE = 2.0  # makes attention peaked, so that a wrong scale or mask is n
 
 @dataclass(frozen=True)
 class TrialPack:
-    """Row of a self-test: lengths of its documents and of their prefixes, in tokens.
+    """Row of a self-test: `lengths` of its documents and their `prefixes`, in tokens.
 
     The prefixes, one for each document, are used under prefix attention only.
     """
@@ -76,15 +76,17 @@ def check_backend(
 ) -> SelfTestResult:
     """Return the result of testing an attention backend on a device, on this rank.
 
-    An exception of the backend is a failure, and so are masks of cudnn above MASK_BYTES_LIMIT and
-    a `missing_requirement`. `heads` (of queries), `groups` (key/value heads) and `head_dim` (width
-    of a head) are those of this rank; `dtype` is that of queries, keys and values.
+    An exception of the backend is a failure, and so are masks of cudnn above MASK_BYTES_LIMIT (4
+    GiB) and a `missing_requirement`. Random states do not change. `heads` (of queries), `groups`
+    (key/value heads) and `head_dim` (width of a head) are those of this rank; `dtype` is that of
+    queries, keys and values.
 
     Args:
         name: One of BACKENDS.
         windows: Windows of the model's layers, None for global attention; no iterator. They are
             cut to a quarter of the longest document of a trial.
-        seq_length: Tokens of a pack; accelerators try a document of about as many, up to 2,048.
+        seq_length: Tokens of a pack; accelerators also try a document of about as many, up to
+            2,048, if that is longer than their other documents.
         packs: Packs of a micro-batch, for the size of the masks of cudnn.
     """
     worst = SelfTestResult(name, True, 0.0, error_tolerance(dtype, head_dim, device), "")
@@ -170,14 +172,15 @@ def _check_mask_memory(
 def error_tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
     """Return the largest acceptable `max_relative_error` of an attention backend.
 
-    It is 16 times the unit of rounding of `dtype`, plus 4 times float32's for each of `terms`. A
-    correct kernel reaches 10 units with heads 8 wide and 5 with heads 64 or 96 wide; a scale that
-    is 15 % off reaches 70 units of bfloat16.
+    It is 16 units of rounding of `dtype` (half its machine epsilon, or TF32's if the device rounds
+    float32 to it), plus 4 units of float32 for each of `terms`. A correct kernel reaches 10 units
+    with heads 8 wide and 5 with heads 64 or 96 wide; a scale that is 15 % off reaches 70 units of
+    bfloat16.
 
     Args:
         dtype: Dtype of inputs and results.
         terms: Numbers that the backend sums in float32.
-        device: Device of the backend, whose float32 products may be rounded to TF32.
+        device: Device of the backend.
     """
     unit = torch.finfo(dtype).eps / 2
     if dtype == torch.float32 and uses_tf32(device):
@@ -189,11 +192,11 @@ def max_relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest error of a token's head, relative to its expected norm.
 
     The norm of the error is divided by the expected norm or by the root mean square of all expected
-    norms, whichever is larger, which avoids a division by zero. The result is NaN for any NaN.
+    norms, whichever is larger, so that it is not zero. The result is NaN for any NaN.
 
     Args:
         actual: [S, heads, D].
-        expected: Of the same shape.
+        expected: Of the same shape, not zero everywhere.
     """
     size = torch.linalg.vector_norm(expected, dim=-1)
     error = torch.linalg.vector_norm(actual - expected, dim=-1) / size.clamp(
@@ -295,7 +298,8 @@ def reference_attention(
 ) -> tuple[Tensor, ...]:
     """Return float32 attention by its formula, and the gradients of q, k and v.
 
-    All tensors are on the CPU, results too. The factor of the scores is 1 / sqrt(D).
+    They are in this order, with the shapes of q, q, k and v. All tensors are on the CPU, results
+    too. The factor of the scores is 1 / sqrt(D).
 
     Args:
         q: Queries float32[S, H, D].
