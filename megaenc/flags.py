@@ -111,14 +111,13 @@ def parse(
 ) -> Settings:
     """Return the dataclass `settings` with the values of command-line flags.
 
-    Each field is a flag with hyphens, also of nested dataclasses: field `a_b` is --a-b, if bool
-    also --no-a-b. --help prints the help, on rank 0 only, and exits with 0.
+    Each field, nested too, is a flag: `a_b` is --a-b, if bool also --no-a-b. --help exits with 0.
 
     Args:
         argv: The flags; None: those of this process.
         prog: Command that help and errors name, such as `megaenc plot`.
         description: Text above the flags in the help.
-        default: Values of flags that are not given; None: the defaults of the fields.
+        default: Values of flags that are not given; None: those of the fields.
 
     Raises:
         InputError: A flag is unknown or missing, or a value is wrong or out of its type's bounds.
@@ -341,13 +340,11 @@ def read_config_file(
 ) -> Settings:
     """Return `default` with the fields in a YAML file and the files that it builds on.
 
-    The key `config` names another file, relative to this one, whose values are read first; no field
-    is set to it. Fields of nested dataclasses are top-level keys. `default`, a dataclass, is not
-    changed.
+    The key `config`, which sets no field, names another file, relative to this one, whose values
+    are read first. Nested fields are top-level keys. `default`, a dataclass, is not changed.
 
     Args:
-        prepare: Given the present values and a file's fields (with underscores, without `config`),
-            returns those to set the fields in.
+        prepare: Given the present values and a file's fields, returns those to set the fields in.
         including_files: Resolved files that led to `path`; callers leave them out.
 
     Raises:
@@ -409,8 +406,7 @@ def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[st
     """Return the fields that the flags `argv` or the YAML files of --config give.
 
     Names have underscores and are not checked; `--no-x` gives `no_x` and `x`. A file's key `config`
-    names a further file. Files must not lead back to one another (`read_config_file` checks this),
-    because they would be read without end.
+    names a further file, which must not lead back to an earlier one: they are read without end.
 
     Args:
         preset: Field that replaces values of earlier files: no file is read if a flag gives it, and

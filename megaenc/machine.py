@@ -81,9 +81,9 @@ def check_process_count(flag: str, count: int) -> None:
 def accelerator_names() -> list[str]:
     """Return the names of the accelerators that torch may use, by torch's index.
 
-    Those that CUDA_VISIBLE_DEVICES hides are left out. The list is empty without a device file. The
-    first call starts Python to list them, so that this process does not import torch; later calls
-    return the same list, which must not be changed.
+    Accelerators that CUDA_VISIBLE_DEVICES hides are left out. The list is empty without a device
+    file. The first call starts Python to list them, so that this process does not import torch;
+    later calls return the same list, which must not be changed.
 
     Raises:
         InputError: torch failed to list them.

@@ -76,7 +76,7 @@ class TokenizedTexts:
     def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
         """Return the token ids, int32[tokens], of each of the texts `rows`, in that order.
 
-        They are views of `tokens`.
+        The arrays are views of `tokens`.
 
         Args:
             rows: Indices of texts, from 0.
@@ -111,9 +111,9 @@ def choose_special_tokens(
     """Return the special tokens that `protocol` puts around each text.
 
     If its `add_bos` or `add_eos` is given, they are BOS (else CLS) before a text if `add_bos`, and
-    EOS (else SEP) after it unless `add_eos` is False: True for `add_bos` only adds both, False for
-    `add_eos` only adds nothing. If neither is given, they follow the mode `special_tokens` (see
-    `resolve_special_tokens`).
+    EOS (else SEP) after it unless `add_eos` is False: `add_bos` True without `add_eos` adds both,
+    `add_eos` False without `add_bos` adds nothing. If neither is given, they follow the mode
+    `special_tokens` (see `resolve_special_tokens`).
 
     Raises:
         InputError: The tokenizer lacks a required token; an empty `special_tokens` requires none.

@@ -208,8 +208,8 @@ class FinetuneRun:
     def train(self) -> None:
         """Train to the last step or an early stop, with validations every --eval-interval.
 
-        The interval is in steps; 0 is no validation, and else the last step has one too. Training
-        stops early if it has for all data sets (`ValidationHistory.is_stopped`). The model's
+        The interval is in steps. If it is 0, there is no validation, otherwise one after the last
+        step too. An early stop needs `ValidationHistory.is_stopped` for all data sets. The model's
         weights change; no file is written.
 
         Raises:

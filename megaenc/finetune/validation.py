@@ -76,7 +76,7 @@ class ValidationHistory:
     def restore(self) -> None:
         """Copy the saved best weights into the model's parameters, the keys of `weights`.
 
-        Without saved weights nothing changes. They stay saved.
+        Without saved weights nothing changes; `weights` stays as it is.
         """
         for parameter, weight in self.weights.items():
             parameter.copy_(weight)

@@ -227,18 +227,16 @@ def load_model(
 ) -> tuple[Any, dict[str, Any]]:
     """Return a model of class `kind` with the weights of a directory, and a report.
 
-    The model is in float32 on the CPU, in eval mode. Weights that are missing or left over are no
-    error: transformers' loading info lists their names (`missing_keys`, `unexpected_keys`).
+    The model is in float32 on the CPU, in eval mode. Missing and left-over weights are no error:
+    the report, a dict of transformers, lists their names (`missing_keys`, `unexpected_keys`).
 
     Args:
         config: Config object, as `load_hf_config` returns it; not changed.
-        kind: Model class of transformers, no Auto class.
+        kind: Model class of transformers; its constructor gets `options` (`add_pooling_layer`).
         expected: Description of the model for errors.
-        options: Arguments of the constructor of `kind`, such as `add_pooling_layer`.
 
     Raises:
-        InputError: Config or weights are of another model, the config describes a model larger than
-            that in the files, or a weight is not finite.
+        InputError: Config or weights are of another model, or weights are too few or not finite.
     """
     import torch
 
@@ -322,9 +320,9 @@ def _find_stored(directory: HFCheckpoint, model: Any, name: str) -> tuple[Path, 
 def save_hf_config(config: Any, directory: Path) -> None:
     """Write config.json to `directory`, with the fields that older versions read.
 
-    `config` is transformers' object. The directory is created, a file in it is replaced. The
-    further fields are needed because transformers before 5 ignores `rope_parameters` and silently
-    computes with its own defaults instead.
+    `config` is transformers' object. The directory is created if missing, and its
+    config.json replaced. transformers before 5 ignores `rope_parameters` and silently computes with
+    its own defaults instead.
     """
     config.save_pretrained(directory)
     values = read_json_object(directory / CONFIG)

@@ -179,7 +179,7 @@ class ModelConfig:
     def norm_size(self, width: int) -> int:
         """Return the number of parameters of a norm over `width` channels.
 
-        They are its weight, and a bias if `norm_bias`.
+        A channel has a weight, and a bias if `norm_bias`.
         """
         return (1 + self.norm_bias) * width
 

@@ -28,7 +28,7 @@ class TokenClassification(FinetuneTask):
         """Return tokenized sentences, with the word and tag of each token.
 
         Columns by token: `words`, int32[N], the index of its word in the sentence or -1; `tags`,
-        int64[N], its word's tag index, as the example has it, or -100.
+        int64[N], the tag index of its word (as in `examples`) or -100.
         """
         rows = []
         words = []

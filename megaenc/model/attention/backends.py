@@ -56,8 +56,7 @@ def compute_attention(
     It has gradients, and the dtype of `q`. Data for further layers are kept in `packing.cache`.
 
     Args:
-        name: One of BACKENDS that lacks nothing on the device and in the dtype of `q`, `k` and `v`
-            (`missing_requirement`); not checked.
+        name: One of BACKENDS for which `missing_requirement` is empty; not checked.
         q: Queries [S, H, D]; rotary positions are already applied to `q` and `k`.
         k: Keys [S, G, D].
         v: Values [S, G, D].
@@ -170,7 +169,7 @@ def exclude_flash_attn(version: int) -> None:
 def is_hopper(device: torch.device) -> bool:
     """Return whether `device` is a Hopper GPU, such as an H100 or H200.
 
-    It may be any device: a CPU or a GPU of AMD is none.
+    A CPU and a GPU of AMD are none.
     """
     # AMD GPUs have other capabilities under the same numbers.
     return (

@@ -155,8 +155,7 @@ def attend_padded(
 ) -> Tensor:
     """Return attention [S, H, D] within documents, by cuDNN on padded batches.
 
-    It has gradients. The batches and masks are kept in `packing.cache`. If cuDNN cannot compute it,
-    torch raises RuntimeError.
+    It has gradients. Batches and masks are kept in `packing.cache`. Errors are of `cudnn_only`.
 
     Args:
         q: Queries [S, H, D], on a GPU in bfloat16 or float16; D is a multiple of 8.

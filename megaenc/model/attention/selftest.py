@@ -76,17 +76,15 @@ def check_backend(
 ) -> SelfTestResult:
     """Return the result of testing an attention backend on a device, on this rank.
 
-    An exception of the backend is a failure, and so are masks of cudnn above MASK_BYTES_LIMIT (4
-    GiB) and a `missing_requirement`. Random states do not change. `heads` (of queries), `groups`
-    (key/value heads) and `head_dim` (width of a head) are those of this rank; `dtype` is that of
-    queries, keys and values.
+    An exception of the backend is a failure, and so are masks of cudnn above MASK_BYTES_LIMIT and
+    a `missing_requirement`. `heads` (of queries), `groups` (key/value heads) and `head_dim` (width
+    of a head) are those of this rank; `dtype` is that of queries, keys and values.
 
     Args:
         name: One of BACKENDS.
         windows: Windows of the model's layers, None for global attention; no iterator. They are
             cut to a quarter of the longest document of a trial.
-        seq_length: Tokens of a pack; accelerators also try a document of about as many, up to
-            2,048, if that is longer than their other documents.
+        seq_length: Tokens of a pack; accelerators also try a document about as long, up to 2,048.
         packs: Packs of a micro-batch, for the size of the masks of cudnn.
     """
     worst = SelfTestResult(name, True, 0.0, error_tolerance(dtype, head_dim, device), "")
@@ -298,8 +296,8 @@ def reference_attention(
 ) -> tuple[Tensor, ...]:
     """Return float32 attention by its formula, and the gradients of q, k and v.
 
-    They are in this order, with the shapes of q, q, k and v. All tensors are on the CPU, results
-    too. The factor of the scores is 1 / sqrt(D).
+    The results are in this order, with the shapes of q, q, k and v. All tensors are on the CPU. The
+    factor of the scores is 1 / sqrt(D).
 
     Args:
         q: Queries float32[S, H, D].
