@@ -50,10 +50,10 @@ _TORCH_KERNELS = KernelConfig(fused_kernels=False)  # for uses in which accuracy
 class Encoder(LanguageModule):
     """Model chunk of this rank.
 
-    It has some layers, with the embedding on the first and the output layer on the last pipeline
-    stage. Letters in names: S tokens of a pack, N predicted positions, H hidden size, V this rank's
-    columns of the padded vocabulary. All ranks build theirs together. `build_model_chunks` also
-    checks `model`, moves the chunk to the device and initializes the weights.
+    It has some layers; the model's first chunk also has the embedding, the last one the output
+    layer. Letters in names: S tokens of a pack, N predicted positions, H hidden size, V this rank's
+    columns of the padded vocabulary. All ranks build theirs together: they agree on kernels. Only
+    `build_model_chunks` checks `model`, moves the chunk to the device and initializes the weights.
 
     Args:
         vocab_size: Vocabulary without padding, which the chunk adds.
@@ -161,6 +161,7 @@ class Encoder(LanguageModule):
 
         Local layers keep theirs if the model has `local_rotary_base` or
         `rotary_seq_len_interpolation_factor`; otherwise they share that of the global layers.
+        `base` is not checked, and not part of the state dict.
         """
         if self._rotary_base != base:
             self._rotary_base = base
@@ -175,10 +176,10 @@ class Encoder(LanguageModule):
         The base class checks Transformer Engine's variables, which our own attention does not read.
         """
 
-    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
-        """Set the hidden states of the previous pipeline stage.
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """Set the hidden states of the previous model chunk, before each `forward`.
 
-        megatron-core's schedules call it with a list of one tensor.
+        megatron-core's schedules call it with a list of one tensor, or of None for the first chunk.
         """
         self.decoder.set_input_tensor(input_tensor[0])
 
@@ -191,15 +192,15 @@ class Encoder(LanguageModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the loss, logits or hidden states of a row of packed documents.
 
-        It is the result of `head` on the last pipeline stage, on others hidden states [S, 1, H],
-        with sequence parallelism this rank's rows of them. The ranks of a tensor-parallel group
-        call it together.
+        It is the result of `head` in the model's last chunk, in others hidden states [S, 1, H],
+        with sequence parallelism this rank's rows of them: S is then a multiple of the
+        tensor-parallel size. The ranks of a tensor-parallel group call it together.
 
         Args:
-            tokens: int64[1, S], token ids of a row; read on the first pipeline stage only.
+            tokens: int64[1, S], token ids of a row; read only in the model's first chunk.
             positions: int64[S], positions in their documents, from 0 to below `seq_length`.
-            packing: Documents of the row.
-            predictions: Positions whose outputs are scored, and their labels.
+            packing: Documents of the row; not changed.
+            predictions: Positions of outputs to score, and labels; read only in the last chunk.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         if self.pre_process and self.embedding_norm is not None:
@@ -225,16 +226,16 @@ class Encoder(LanguageModule):
     def head(self, hidden_S1H: Tensor, predictions: Predictions) -> Tensor | tuple[Tensor, Tensor]:
         """Return the summed loss or the logits at the positions of `predictions`.
 
-        Only the last pipeline stage has it; tensor-parallel ranks call it together.
+        Only the model's last chunk has the layers; tensor-parallel ranks call it together.
 
         Args:
             hidden_S1H: Output of the layers [S, 1, H]; with sequence parallelism this rank's rows
-                of it.
-            predictions: Positions and labels; positions None: all rows of `hidden_S1H`.
+                of it, which are gathered.
+            predictions: Positions in the S rows, and labels; positions None: all S rows.
 
         Returns:
             (summed loss, number correct) as of `linear_cross_entropy`, or without labels logits
-            [N, V] of this rank's part of the vocabulary, -inf in padding columns.
+            [N, V] of this rank's part of the vocabulary, in the model's dtype, -inf in padding.
         """
         if self.config.sequence_parallel:
             # All ranks select the same rows, and the output layer sums their gradients, so that
@@ -299,10 +300,11 @@ def _rotary_angles(
 class PredictionHead(torch.nn.Module):
     """Transformation of hidden states before the output layer, as BERT has.
 
-    It is norm(activation(dense(x))) (arXiv 1810.04805). Tensor-parallel ranks compute the same: its
-    product is small next to the output layer's.
+    It is norm(activation(dense(x))) (arXiv 1810.04805), and `dense` has no bias. Tensor-parallel
+    ranks compute the same, gradients included: its product is small next to the output layer's.
 
     Args:
+        config: Read for the hidden size and the dtype of the weight.
         activation: Elementwise function.
         norm: Norm module of width `config.hidden_size`.
     """
@@ -331,9 +333,11 @@ class OutputLayer(ColumnParallelLinear):
     Each rank computes the logits of its part of the vocabulary.
 
     Args:
+        hidden_size: Width of the hidden states.
         padded_vocab_size: Rows of the weight over all ranks.
-        vocab_size: Those of them that are not padding, which comes last.
-        **options: Arguments of ColumnParallelLinear.
+        vocab_size: Number of rows before the padding.
+        fused: Kernels for the loss.
+        **options: Keyword arguments of ColumnParallelLinear, such as `config`.
     """
 
     # One module for both: weights that are gathered on use are gathered by module calls.
@@ -399,8 +403,9 @@ def build_model_chunks(
 ) -> list[Encoder]:
     """Return this rank's model chunks, several if pipeline stages are interleaved.
 
-    All ranks call it together. The chunks are on the device, in training mode, in the order of
-    their layers. An invalid shape, or a `layout` that cannot divide the model, is an InputError.
+    All ranks call it together, after megatron-core's parallel state is initialized. The chunks are
+    on the device of `detect_backend`, in training mode, in the order of their layers. An invalid
+    shape, or a `layout` that cannot divide the model, is an InputError.
 
     Args:
         vocab_size: Vocabulary without padding, which the chunks add (not `model.vocab_size`).
@@ -439,8 +444,10 @@ def build_encoder(*args: Any, **kwargs: Any) -> Encoder:
 def named_global_parameters(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield (name in the full model, parameter) of each parameter of a chunk.
 
-    Layers are numbered from 0 over all pipeline stages. A tied output layer has the embedding's
-    name. A parameter that ranks split is this rank's part.
+    Order and names, such as `decoder.layers.7.mlp.linear_fc1.weight`, are those of
+    `encoder.named_parameters()`, but layers are numbered from 0 over all pipeline stages, and the
+    weight of a tied output layer, if the chunk has its own copy, has the embedding's name. A
+    parameter that ranks split is this rank's part. `encoder` is an Encoder without wrappers.
     """
     offset = encoder.decoder.layers[0].layer_number - 1 if len(encoder.decoder.layers) else 0
     for name, parameter in encoder.named_parameters():
@@ -459,8 +466,8 @@ def init_weights(
     """Initialize a model chunk in place and return it.
 
     Matrices are drawn by `model.init_method`, as a function of `seed` and their name, equal in
-    every parallel layout. Weights of norms are 1, or 0 with `model.apply_layernorm_1p`; biases and
-    padding are 0. Ranks do not communicate.
+    every parallel layout and on every device, without torch's generators. Weights of norms are 1,
+    or 0 with `model.apply_layernorm_1p`; biases and padding are 0. Ranks do not communicate.
 
     Args:
         vocab_size: Vocabulary without padding.

@@ -35,9 +35,9 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return x / rms(x) * weight in the dtype of `x` (Zhang & Sennrich 2019).
 
-    With `residual` it returns (x + residual, the norm of that sum). It is computed in float32 and
-    has gradients. It is for the CPU, on which torch's own norm writes a float32 copy of `x` after
-    each operation and keeps two for backward.
+    With `residual` it returns (x + residual in the dtype of `x`, the norm of that). It is computed
+    in float32 and has gradients. It is for the CPU, on which torch's own norm writes a float32 copy
+    of `x` after each operation and keeps two for backward.
 
     Args:
         x: [..., H].
@@ -106,9 +106,9 @@ class _RMSNorm(torch.autograd.Function):
 class Rotation:
     """Rotary positions of a row's tokens (arXiv 2104.09864), applied by a call.
 
-    Built by `from_angles`. A call rotates queries or keys [S, 1, heads, dim] into a new tensor;
-    element i of a head is rotated together with element i + dim / 2. `cos` and `sin` are
-    float32[S, 1, 1, dim / 2], times the scale of `from_angles`.
+    Built by `from_angles`. A call rotates queries or keys [S, 1, heads, dim] into a new tensor of
+    their dtype; element i of a head is rotated together with element i + dim / 2. `cos` and `sin`
+    are float32[S, 1, 1, dim / 2], times the scale of `from_angles`.
     """
 
     cos: Tensor
@@ -149,7 +149,7 @@ class Rotation:
     def split(self, mixed: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of a joint projection, the first two rotated.
 
-        All three are copies with gradients, so that `mixed` is freed.
+        All three are copies in its dtype with gradients, so that `mixed` is freed.
 
         Args:
             mixed: [S, 1, G, (R + 2) dim]: for each of G groups R queries, a key and a value.
@@ -258,8 +258,8 @@ class Activation(NamedTuple):
     """Activation of the gated MLP and of the prediction head.
 
     function: elementwise, of a tensor; backward: (gradient of the output, input, *, grad_input),
-    which writes the gradient of the input to `grad_input`; kernel: field of FusedKernels
-    for its gated form, empty if there is none.
+    which writes the gradient of the input to `grad_input`; kernel: name of the FusedKernels field
+    of its gated form, "" if there is none.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -287,8 +287,8 @@ class GatedActivation(MegatronModule):
 
     Args:
         config: Passed by megatron-core; not read.
-        activation: Name in ACTIVATIONS.
-        fused: Whether to use the Triton kernel.
+        activation: Name in ACTIVATIONS; another one is a KeyError of `forward`, unless fused.
+        fused: Whether to use the Triton kernel `glu`, only for activations that have one.
     """
 
     def __init__(self, config: TransformerConfig | None, activation: str, fused: bool = False):
@@ -350,8 +350,8 @@ def dropout(x: Tensor, keys: Tensor, layer: int, probability: float, fused: bool
     resume.
 
     Args:
-        x: Hidden states [S, 1, H].
-        keys: int64[S], random numbers of the tokens.
+        x: Hidden states [S, 1, H], or some rows of them.
+        keys: int64, a random number for the token of each row of `x`.
         layer: Index of the layer in the whole model, from 1.
         probability: Probability that an element becomes 0, from 0 to below 1, which is not checked.
         fused: Use the Triton kernel, which drops the same elements.

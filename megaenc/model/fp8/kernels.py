@@ -18,7 +18,7 @@ _TILE = 64
 def amax_bits(x: Tensor) -> Tensor:
     """Return the float32 bit pattern of max abs(x), as int32[] on the device of `x`.
 
-    NaN is the largest, then infinity. `x` has any floating-point dtype.
+    NaN is the largest, then infinity. `x` has any shape, strides and floating-point dtype.
     """
     x = x.contiguous()
     bits = torch.zeros((), dtype=torch.int32, device=x.device)
@@ -32,7 +32,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Return a tensor as float8, scaled by a power of two, and the inverse scale.
 
-    The inverse scale, float32[], is NaN if `amax_bits` is not finite.
+    The float8 tensor is contiguous; `x` need not be. The inverse scale, float32[], is NaN if
+    `amax_bits` is not finite, and the tensor then has no meaning.
 
     Args:
         amax_bits: Result of the function `amax_bits`, int32[], for `x`, or for a matrix of which
@@ -52,7 +53,7 @@ def quantize(
 def transpose(x: Tensor) -> Tensor:
     """Return the transpose of a float8 matrix, padded for matrix products.
 
-    It is float8[columns, rows], with the rows of `x` padded by zeros to a multiple of 16.
+    It is a contiguous float8[columns, rows rounded up to a multiple of 16], 0 in the padding.
     """
     rows, columns = x.shape
     width = triton.cdiv(rows, FLOAT8_ALIGNMENT) * FLOAT8_ALIGNMENT

@@ -28,6 +28,7 @@ def check_linear_layers(
 
     Args:
         kernels: Choice of the layers (`transformer_impl`, `fp8_format`).
+        backend: Hardware of this process, on which float8 is tested.
         widths: (output, input) widths of the layers on this rank; only for float8.
         dtype: Dtype of inputs and weights; only for float8.
 
@@ -45,11 +46,12 @@ def check_float8_linear(
 ) -> None:
     """Check that float8 layers match float32 up to rounding on this machine.
 
-    The tolerance of the relative norm is the `rounding_error` of both matrices, taken as
-    independent, plus 2^-7 for results in bfloat16 and fast accumulation.
+    The tolerance of the relative norm is 2^-7, which covers results in bfloat16 and fast
+    accumulation, plus the `rounding_error` of both matrices, taken as independent.
 
     Args:
-        fp8_format: `hybrid` or `e4m3`, as in `select_float8_recipe`.
+        fp8_format: As in `select_float8_recipe`.
+        backend: Hardware of this process, on which the products run.
         widths: (output, input) widths of the layers on this rank.
         dtype: Dtype of inputs, weights and results.
 
@@ -126,15 +128,16 @@ class Float8ColumnParallelLinear(_Float8LinearMixin, ColumnParallelLinear):
     """Column-parallel linear layer with float8 matrix products.
 
     Each tensor-parallel rank computes some of the outputs. Arguments are those of
-    ColumnParallelLinear, and `float8`, a Float8Recipe. The weight keeps its dtype.
+    ColumnParallelLinear (`gradient_accumulation_fusion` has no effect) and the keyword `float8`, a
+    Float8Recipe. The weight keeps its dtype. On accelerators a rank's widths are multiples of 16.
     """
 
 
 class Float8RowParallelLinear(_Float8LinearMixin, RowParallelLinear):
     """Row-parallel linear layer with float8 matrix products.
 
-    Each tensor-parallel rank has some of the inputs. Arguments are those of RowParallelLinear, and
-    `float8`, a Float8Recipe. The weight keeps its dtype.
+    Each tensor-parallel rank has some of the inputs. Arguments are those of RowParallelLinear; all
+    else is as in Float8ColumnParallelLinear.
     """
 
 

@@ -65,8 +65,8 @@ class Float8Recipe:
             dtype: float8 dtype of the result, `forward` or `gradient` of this recipe.
 
         Returns:
-            (float8 tensor, inverse scale float32[]). The inverse scale is NaN if `amax_bits` is not
-            finite.
+            (float8 tensor of the shape of `x`, inverse scale float32[]). The inverse scale is NaN
+            if `amax_bits` is not finite, and the tensor then has no meaning.
         """
         if self.triton:
             from megaenc.model.fp8 import kernels
@@ -83,7 +83,7 @@ class Float8Recipe:
     def transpose(self, x: Tensor) -> Tensor:
         """Return the transpose of a float8 matrix, padded for matrix products.
 
-        It is float8[columns, rows], with the rows of `x` padded by zeros to a multiple of 16.
+        It is a contiguous float8[columns, rows rounded up to a multiple of 16], 0 in the padding.
         """
         if self.triton:
             from megaenc.model.fp8 import kernels
@@ -104,8 +104,9 @@ class Float8Recipe:
         """Return the product a b^T of float8 matrices times both inverse scales.
 
         Args:
-            a: [n, k].
-            b: [m, k]. On accelerators m and k are multiples of 16.
+            a: [n, k], contiguous.
+            b: [m, k], contiguous. On accelerators m and k are multiples of 16, or torch raises a
+                RuntimeError, and at most one matrix has 5 bits of exponent.
             a_inverse: Inverse scale of `a`, float32[].
             b_inverse: Inverse scale of `b`, float32[].
             fast: Whether to use the hardware's less accurate accumulation, sufficient for forward.
@@ -147,7 +148,8 @@ def select_float8_recipe(fp8_format: str, backend: Backend) -> Float8Recipe:
 
     Args:
         fp8_format: `hybrid` (gradients with 5 bits of exponent, all else with 4) or `e4m3` (all
-            with 4).
+            with 4). It is not checked: other text counts as `e4m3`.
+        backend: Hardware of this process.
 
     Raises:
         InputError: The machine has no float8 matrix products.

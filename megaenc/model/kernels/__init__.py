@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class FusedKernels:
     """Flags of the Triton kernels to use, by `select_fused_kernels`.
 
-    Torch computes the rest. `sum` is no kernel: it adds up the output layer's weight gradients in
-    float32 by torch.
+    Torch computes the rest. `sum` is no kernel, although it is tested like one: torch then adds up
+    the output layer's weight gradients in float32.
     """
 
     norm: bool = False

@@ -80,7 +80,7 @@ def softmax_statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns:
     lowest number, 0, 0 and `first`.
 
     Args:
-        logits_nV: This rank's logits with padding.
+        logits_nV: This rank's logits [n, V] with padding; elements of a row are adjacent.
         labels_n: int64[n], token ids of the whole vocabulary.
         first: Token id at which the rank's part begins.
         columns: Number of columns before the padding.
@@ -112,7 +112,7 @@ def logits_to_gradient_(
     The gradient is exp(score - highest) / sum, minus 1 at the label, and 0 in padding.
 
     Args:
-        logits_nV: This rank's logits with padding; overwritten.
+        logits_nV: As for `softmax_statistics`; overwritten.
         labels_n: int64[n], token ids of the whole vocabulary.
         highest_n: float32[n], highest scores in the whole vocabulary.
         sum_n: float32[n], sums of exp(score - highest) over the whole vocabulary.

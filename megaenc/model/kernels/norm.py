@@ -35,9 +35,10 @@ def norm_forward_kernel(
 ):  # fmt: skip
     """Write x / rms(x) * weight of a tile of ROWS rows per program to `out`.
 
-    CENTERED: of x minus the row's mean (LayerNorm). RESIDUAL: of x + residual, written to
-    `sum_out`. `x` and `residual` point to [rows, width], with strides in elements from row to row;
-    `weight` to [width]; `sum_out` and `out` are contiguous. COLUMNS is at least `width`.
+    CENTERED: of x minus the row's mean (LayerNorm). RESIDUAL: of x + residual, rounded and written
+    to `sum_out`; without it these two pointers are not used. `x` and `residual` point to [rows,
+    width], with strides in elements from row to row; `weight` to [width]; `sum_out` and `out` are
+    contiguous. COLUMNS is at least `width`.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
@@ -67,10 +68,11 @@ def norm_backward_kernel(
 ):  # fmt: skip
     """Write the gradient of x to `to_x`, and parts of the weight's to `to_weight`.
 
-    Program p writes its part of the weight's gradient, to be summed, to row p of `to_weight`,
-    float32[programs, width]. `x` is the input of the norm, `gradient` the gradient of its output;
-    `to_x` is contiguous. CENTERED: the norm subtracts the mean. RESIDUAL: add `to_sum`, the
-    gradient that reaches x directly. All else is as in `norm_forward_kernel`.
+    Any number of programs share the rows. Program p writes its part of the weight's gradient, to be
+    summed, to row p of `to_weight`, float32[programs, width]. `x` is the input of the norm,
+    `gradient` the gradient of its output; `to_x` is contiguous. CENTERED: the norm subtracts the
+    mean. RESIDUAL: add `to_sum`, the gradient that reaches x directly. All else is as in
+    `norm_forward_kernel`.
     """
     column = tl.arange(0, COLUMNS)[None, :]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -106,7 +108,8 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return x / rms(x) * weight in the dtype of `x`, by Triton, with gradients.
 
-    With `residual` it returns (x + residual, the norm of that sum). It is computed in float32.
+    With `residual` it returns (x + residual in the dtype of `x`, the norm of that). It is computed
+    in float32.
 
     Args:
         x: [..., H].
