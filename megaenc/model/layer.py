@@ -30,7 +30,8 @@ class EncoderLayer(TransformerLayer):
         is_last: Whether it is the last layer of its model chunk, which returns no PendingSum.
         selects_rows: Whether to compute only the `output_rows` of the pack after attention.
         recompute_activation: Whether backward computes the MLP's activation again.
-        output_dropout: Fraction of attention's output to drop if the pack has `dropout_keys`.
+        output_dropout: Fraction of attention's output, not the MLP's, to drop if the pack has
+            `dropout_keys`.
         fused_dropout: Whether the Triton kernel drops it.
     """
 
@@ -60,8 +61,10 @@ class EncoderLayer(TransformerLayer):
     ) -> tuple[Tensor | PendingSum, None]:
         """Return the hidden states after the layer, and None as megatron-core's layers do.
 
-        The hidden states are [S, 1, H], or their PendingSum if another layer follows in the chunk
-        and recomputation is not full. A layer with `selects_rows` returns only the `output_rows`.
+        The hidden states are [S, 1, H], with sequence parallelism this rank's rows, or their
+        PendingSum if another layer follows in the chunk and recomputation is not full. A layer with
+        `selects_rows` returns only the `output_rows`. Other arguments are megatron-core's and
+        ignored, as is `attention_mask`.
         """
         residual, normed = add_and_norm(self.input_layernorm, hidden_states)
         output, _ = self.self_attention(normed, attention_mask, packed_seq_params=packed_seq_params)
@@ -152,8 +155,10 @@ class PackedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the joint projection of queries, keys and values, None and None.
 
-        It is [s, 1, groups, (queries per group + 2) * dim]. With norms of queries and keys, they
-        and the values are returned separately, as by megatron-core.
+        It is [s, 1, groups, (queries per group + 2) * dim], for all s tokens of the pack, also if
+        `hidden_states` [s, 1, H] has only this rank's rows by sequence parallelism. With norms of
+        queries and keys, they and the values are returned separately, as by megatron-core; other
+        arguments are ignored without these norms.
         """
         if self.q_layernorm is not None:
             return super().get_query_key_value_tensors(hidden_states, *args, **options)
@@ -164,13 +169,14 @@ class PackedSelfAttention(SelfAttention):
 class PackedAttention(MegatronModule):
     """Core attention for PackedSelfAttention, within each document.
 
-    It is softmax(q k^T / sqrt(dim)) v with q and k rotated. Arguments that are not listed are
+    It is softmax(`softmax_scale` q k^T) v with q and k rotated. Arguments that are not listed are
     megatron-core's and ignored, except `config`.
 
     Args:
         softmax_scale: Factor of the scores; None: 1 / sqrt(dim).
-        backend: Attention backend; "auto" is sdpa, which works on every device.
-        window: Tokens to each side that are attended to; None: all.
+        backend: Attention backend as for `compute_attention`, not checked; "auto" is sdpa, which
+            works on every device.
+        window: Tokens to each side that are attended to, if the mask allows; None: all.
         selects_rows: Whether to return only the `output_rows` of the pack.
     """
 
@@ -213,7 +219,7 @@ class PackedAttention(MegatronModule):
             key: [s, 1, groups, dim]; None if `query` is the joint projection.
             value: Like `key`.
             packed_seq_params: Documents, mask and rotary positions; required. Without a rotation,
-                separate queries and keys are not rotated, and a joint projection is an error.
+                separate queries and keys are not rotated; a joint projection is an AttributeError.
         """
         packing = packed_seq_params
         rotation = packing.rotation if self.window is None else packing.local_rotation

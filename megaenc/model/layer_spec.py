@@ -43,7 +43,7 @@ def select_norm(
     `hidden_size` and `eps`.
 
     Args:
-        kernels: Choice of Transformer Engine.
+        kernels: Choice of Transformer Engine, which must be installed only when a norm is made.
         fused: Enabled Triton kernels.
     """
     if model.normalization == "LayerNorm":
@@ -85,7 +85,7 @@ def build_transformer_config(
         kernels: Read for Transformer Engine and its float8 format.
 
     Raises:
-        InputError: `layout` cannot divide the layers.
+        InputError: `layout` cannot divide the layers; `ModelConfig.check` tests other sizes.
     """
     stages = layout.pipeline_model_parallel_size
     split = layout.layers_per_chunk(model.num_layers)
@@ -177,6 +177,8 @@ def build_block_spec(
     has_head: bool,
 ) -> TransformerBlockSubmodules:
     """Return the layer specs of this pipeline stage or model chunk.
+
+    megatron-core's parallel state, which knows the stage, must be initialized.
 
     Args:
         config: Result of `build_transformer_config`.

@@ -40,7 +40,7 @@ class Predictions:
 
     positions: int64[N], increasing; None: all rows. labels: int64[N], ids in the whole vocabulary,
     or classes; None: logits are returned in place of losses. weights: float32[N], factors of the
-    losses; None: 1. soft_labels: ids int64[N, K] and probabilities float32[N, K], whose
+    losses; None: 1. soft_labels: (ids int64[N, K], probabilities float32[N, K]), whose
     cross-entropy replaces that of the labels, which then count only for accuracy. classes: number
     of classes, the first rows of the output layer; 0: labels are token ids. per_token: return
     losses float32[N] in place of their sum; only without gradients.
@@ -71,8 +71,8 @@ def linear_cross_entropy(
     their weights; with `predictions.per_token`, only without gradients, they stay float32[N]. The
     number correct, int64[], counts labels that are the likeliest token, the lowest id on a tie,
     without weights. All ranks of `group` call it together with equal `hidden_NH` and `predictions`,
-    and get equal results; backward runs once and sums the gradient of `hidden_NH` over `group`.
-    With label distributions q, a cross-entropy is logsumexp(z) - sum_k q_k z[id_k].
+    and get equal results; backward may run once only and sums the gradient of `hidden_NH` over
+    `group`. With label distributions q, a cross-entropy is logsumexp(z) - sum_k q_k z[id_k].
 
     Args:
         hidden_NH: Hidden states [N, H] at the positions of `predictions`.

@@ -80,7 +80,7 @@ class RMSNorm(torch.nn.Module):
 class LayerNorm(torch.nn.Module):
     """LayerNorm layer with a learned weight, and a bias only if `bias` is true.
 
-    megatron-core's always has a bias.
+    megatron-core's always has a bias. The weight is never zero-centered.
 
     Args:
         config: Read for the dtype of the weights and sequence parallelism.

@@ -18,14 +18,19 @@ class PrefixRows:
     """Token indices of prefixes and suffixes under prefix attention.
 
     Each document is a prefix, whose tokens attend to each other, and a suffix, whose tokens attend
-    to all tokens before them. Kernels with one mask per call attend to both separately. Built by
-    `from_lengths`.
+    to themselves and all tokens before them. Kernels with one mask per call attend to both
+    separately. Built by `from_lengths`.
+
+    prefix, suffix: int64[P] and int64[S - P], token indices in the row, which may be empty;
+    cu_seqlens_prefix: int32, cumulative lengths of the prefixes that are not empty, from 0;
+    cu_seqlens_suffix: int32[D + 1], those of all suffixes; longest_prefix, longest_suffix: most
+    tokens of one.
     """
 
-    prefix: torch.Tensor  # int64[P], the token indices of prefixes; may be empty
-    suffix: torch.Tensor  # int64[S - P]; may be empty
-    cu_seqlens_prefix: torch.Tensor  # int32, of the nonempty prefixes
-    cu_seqlens_suffix: torch.Tensor  # int32[D + 1]
+    prefix: torch.Tensor
+    suffix: torch.Tensor
+    cu_seqlens_prefix: torch.Tensor
+    cu_seqlens_suffix: torch.Tensor
     longest_prefix: int
     longest_suffix: int
 
@@ -34,6 +39,8 @@ class PrefixRows:
         cls, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device
     ) -> "PrefixRows":
         """Return the PrefixRows of the documents of a row, with tensors on `device`.
+
+        Nothing is checked; there is at least one document.
 
         Args:
             lengths: int64[D], tokens of each document, in order.
@@ -55,8 +62,9 @@ class PrefixRows:
 class PackedSequences(PackedSeqParams):
     """Document boundaries, attention mask and rotary positions of one row of tokens.
 
-    Built by `from_cu_seqlens`; `Encoder.forward` adds the rotary positions in a copy. It is passed
-    to the core attention as `packed_seq_params`, which, unlike `attention_mask`, reaches it in
+    Built by `from_cu_seqlens`; a caller that wants dropout then sets `dropout_keys`, and
+    `Encoder.forward` adds `rotation`, `local_rotation` and `output_rows` in a copy. It is passed to
+    the core attention as `packed_seq_params`, which, unlike `attention_mask`, reaches it in
     every recompute mode. `qkv_format` stays "sbhd", so that megatron-core's SelfAttention does not
     change the layout.
     """
@@ -91,7 +99,8 @@ class PackedSequences(PackedSeqParams):
         """Return the PackedSequences of a row, without rotary positions and dropout.
 
         Args:
-            cu_seqlens: Cumulative document lengths, increasing from 0 to the number of tokens.
+            cu_seqlens: Cumulative document lengths, increasing from 0 to the number of tokens,
+                which is not checked; one document at least.
             attention: Mask within each document.
             device: Device of the model, to which tensors are copied.
             prefixes: int64[D], prefix length of each document, under prefix attention; else None.
@@ -147,6 +156,7 @@ class PackedSequences(PackedSeqParams):
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy of a CPU tensor on a device, started without blocking.
 
-    The copy is made from pinned memory in the current stream. On a CPU it is the tensor itself.
+    The copy is made from pinned memory in the current stream; a tensor that is pinned already must
+    not change before it is done. On a CPU it is the tensor itself.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

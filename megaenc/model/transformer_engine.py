@@ -56,9 +56,9 @@ def _spec_provider() -> Any:
 
 
 def linear_classes() -> tuple[type, type]:
-    """Return Transformer Engine's column-parallel and row-parallel linear class.
+    """Return the column-parallel and row-parallel class of Transformer Engine's layers.
 
-    The package must be installed (`check_transformer_engine`).
+    They are megatron-core's wrappers. The package must be installed (`check_transformer_engine`).
     """
     provider = _spec_provider()
     return provider.column_parallel_linear(), provider.row_parallel_linear()

@@ -23,8 +23,9 @@ from megaenc.flags import Bounds
 class Attention(StrEnum):
     """Attention mask within each document: causal, bidirectional or prefix.
 
-    It is a StrEnum. Under prefix attention the first tokens of a document, as many as
-    `Targets.prefixes` has, attend to each other, and later ones to all tokens before them.
+    It is a StrEnum, whose values are these words. Under prefix attention the first tokens of a
+    document, as many as `Targets.prefixes` has, attend to each other, and later ones to all tokens
+    before them.
     """
 
     CAUSAL = "causal"
@@ -35,9 +36,9 @@ class Attention(StrEnum):
 class SoftLabels(NamedTuple):
     """Label distributions of N predictions over K token ids each.
 
-    ids: int64[N, K]; probabilities: float32[N, K], 0 or more. The probabilities of a row add up to
-    1. An id that a row holds several times has the sum of its probabilities. All packs of an
-    objective have the same K.
+    ids: numpy int64[N, K]; probabilities: numpy float32[N, K], 0 or more. The probabilities of a
+    row add up to 1. An id that a row holds several times has the sum of its probabilities. All
+    packs of an objective have the same K. Only `check_targets` checks it.
     """
 
     ids: np.ndarray
@@ -54,8 +55,9 @@ class Targets(NamedTuple):
     its length; soft_labels: their cross-entropies are the loss, and `labels` count for accuracy.
 
     The loss of a step is the sum of all cross-entropies times `weights` (float32[N], 0 or more;
-    None: 1 each), divided by the sum of the packs' `count` (None: N). So a `count` other than N,
-    above 0 if there are predictions, makes it a mean over other tokens than the predicted ones.
+    None: 1 each), divided by the sum of the packs' `count`, an int (None: N), which must be above 0
+    if there are predictions. So a `count` other than N makes it a mean over other tokens than the
+    predicted ones. Only `check_targets` checks the fields.
     """
 
     inputs: np.ndarray
@@ -83,12 +85,12 @@ class Targets(NamedTuple):
 class OptionError(InputError):
     """InputError for an unknown option of an objective or an unusable value.
 
-    `option` holds the option's name.
+    `option` holds the option's name. The message is "objective: option `option`: complaint".
 
     Args:
         objective: Name of the objective.
         option: Name of the option.
-        complaint: End of the message, after both names.
+        complaint: End of the message.
     """
 
     def __init__(self, objective: str, option: str, complaint: str):
@@ -106,6 +108,8 @@ def option(
     below: float = math.inf,
 ) -> Any:
     """Return the dataclass field of an objective's option, typed by its default.
+
+    Values, the default too, are checked when an objective is built.
 
     Args:
         default: Value without the option: a bool, int, float or str. Other values have its type; a
@@ -126,10 +130,11 @@ class Objective(ABC):
     """Base class of training objectives.
 
     An objective has a vocabulary and options; its `targets` chooses the inputs, predictions and
-    labels of a pack, which is a row of documents. A subclass is a frozen dataclass with `name`,
-    `attention` and `targets`; its fields after `vocabulary` are the options, declared with
-    `option`. The constructor checks them. `megaenc.objectives.register` as its decorator makes a
-    schedule find it by `name`.
+    labels of a pack, which is a row of documents. A subclass is a frozen dataclass with the class
+    attributes `name` and `attention` (and `shift`, `classes`), and the method `targets`; its fields
+    after `vocabulary` are the options, declared with `option`. The constructor checks them; a
+    `__post_init__` with more checks calls that of this class. `megaenc.objectives.register` as its
+    decorator makes a schedule find it by `name`.
 
     Raises:
         OptionError: An option has a wrong value.
@@ -190,7 +195,7 @@ class Objective(ABC):
     def from_texts(cls, vocabulary: Vocabulary, texts: dict[str, str]) -> "Objective":
         """Return the objective with options given as text by name, {"mask": "0.3"}.
 
-        Options that are not in `texts` have their default.
+        Options that are not in `texts` have their default. A bool is `true` or `false`.
 
         Raises:
             OptionError: A name or a value is wrong.
@@ -214,7 +219,8 @@ class Objective(ABC):
         between those of both ends.
 
         Args:
-            end: Objective of the same class at the end of the change. Only numbers may differ.
+            end: Objective of the same class at the end of the change. Only numbers may differ,
+                which is not checked.
             share: Fraction of the change, from 0 (this objective) to 1 (`end`).
 
         Raises:
@@ -233,6 +239,8 @@ class Objective(ABC):
 
     def describe(self, every: bool = False, end: "Objective | None" = None) -> str:
         """Return the objective as schedule text: `mlm`, or with options `mlm(mask=0.3)`.
+
+        Numbers are written exactly.
 
         Args:
             every: Whether to include options at their default.

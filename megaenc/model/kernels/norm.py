@@ -36,7 +36,7 @@ def norm_forward_kernel(
     """Write x / rms(x) * weight of a tile of ROWS rows per program to `out`.
 
     CENTERED: of x minus the row's mean (LayerNorm). RESIDUAL: of x + residual, rounded and written
-    to `sum_out`; without it these two pointers are not used. `x` and `residual` point to [rows,
+    to `sum_out`; else `residual` and `sum_out` are not used. `x` and `residual` point to [rows,
     width], with strides in elements from row to row; `weight` to [width]; `sum_out` and `out` are
     contiguous. COLUMNS is at least `width`.
     """

@@ -26,11 +26,11 @@ def rotary_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write rotated heads of `x` to `out`, ROWS heads of one token per program.
+    """Write the heads of `x` rotated by SIGN, 1 or -1, times the angles to `out`.
 
-    `x` points to [tokens, heads, 2 half], with strides in elements from token to token and from
-    head to head; `out` is contiguous. `cos` and `sin` are float32[tokens, half] of the token's
-    angles, of which SIGN, 1 or -1, is a factor. COLUMNS is at least `half`.
+    A program (token, block) rotates ROWS heads of one token. `x` points to [tokens, heads, 2 half],
+    with strides in elements from token to token and from head to head; `out` is contiguous. `cos`
+    and `sin` of the angles are float32[tokens, half]. COLUMNS is at least `half`.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -95,11 +95,12 @@ def qkv_rotary_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy ROWS heads of one token of `mixed` per program to q, k or v, or back.
+    """Copy heads of `mixed` to q, k and v, or back if BACKWARD.
 
-    q and k are rotated, backward by the negative angles. `mixed`, [tokens, heads, 2 half], has for
-    each of `groups` groups `per_group` queries, a key and a value, together `heads`; all tensors
-    are contiguous. `cos` and `sin` are float32[tokens, half]. COLUMNS is at least `half`.
+    A program (token, block) copies ROWS heads of one token. q and k are rotated, backward by the
+    negative angles. `mixed`, [tokens, heads, 2 half], has for each of `groups` groups `per_group`
+    queries, a key and a value: `heads` is groups * (per_group + 2). All tensors are contiguous.
+    `cos` and `sin` are float32[tokens, half]. COLUMNS is at least `half`.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -148,7 +149,8 @@ def copy_qkv(
 ) -> None:
     """Copy the joint projection to q, k and v, with q and k rotated, or back.
 
-    All tensors are contiguous; the destination exists and is overwritten. There is no gradient.
+    All tensors are contiguous, which is not checked; the destination exists and is overwritten.
+    There is no gradient.
 
     Args:
         mixed: [S, G, R + 2, dim].

@@ -68,11 +68,12 @@ def check_kernel(
 ) -> SelfTestResult:
     """Return the result of testing a Triton kernel against float64 on this rank.
 
-    An exception of the kernel is a failure, with `available` False.
+    An exception, also that of an unknown `name`, is a failure with `available` False. Torch's
+    global generators are not used.
 
     Args:
         name: Key of CHECKS, which is a field of FusedKernels.
-        dtype: Dtype of activations and weights, a key of TOLERANCE.
+        dtype: Dtype of activations and weights, a key of TOLERANCE; another one is a KeyError.
         widths: Widths of the model, which are tested next to others.
     """
     worst = SelfTestResult(name, True, 0.0, TOLERANCE[dtype], "")
@@ -385,9 +386,9 @@ def select_fused_kernels(
 ) -> FusedKernels:
     """Return the Triton kernels that pass a self-test on all ranks.
 
-    All ranks call it together, and rank 0 prints the kernels that fail. There are none on a CPU,
-    except by Triton's interpreter (TRITON_INTERPRET=1). Results are kept for later calls in the
-    process.
+    All ranks call it together, and rank 0 prints the kernels that fail; without torch.distributed
+    the process decides for itself. There are none on a CPU, except by Triton's interpreter
+    (TRITON_INTERPRET=1). Results are kept: later calls with equal arguments do not communicate.
 
     Args:
         enabled: Whether any kernel may be used, equal on all ranks.
