@@ -301,7 +301,7 @@ class PredictionHead(torch.nn.Module):
     """Transformation of hidden states before the output layer, as BERT has.
 
     It is norm(activation(dense(x))) (arXiv 1810.04805), and `dense` has no bias. Tensor-parallel
-    ranks compute the same, gradients included: its product is small next to the output layer's.
+    ranks compute the same, gradients included: the product is small next to the output layer's.
 
     Args:
         config: Read for the hidden size and the dtype of the weight.

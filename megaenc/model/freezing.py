@@ -11,11 +11,11 @@ def parse_freeze(texts: Sequence[str], model: ModelConfig) -> frozenset[str]:
     """Return the parts of a model that --freeze names, as `find_part` returns them.
 
     Args:
-        texts: Values of the flag, such as ("embedding", "layers.0-7", "head"); 7 is included.
+        texts: Values of the flag, such as ("embedding", "layers.0-7", "head"), layer 7 included.
 
     Raises:
-        InputError: A value names nothing that the model has, such as a head without weights but the
-            embedding's, or nothing is left to train.
+        InputError: A value names nothing that the model has, such as a head whose only weight is
+            the embedding's, or nothing is left to train.
     """
     parts = {"embedding", *(f"layers.{index}" for index in range(model.num_layers))}
     known = f"embedding, layers.0-{model.num_layers - 1} or layers of it"
@@ -43,7 +43,7 @@ def find_part(name: str, model: ModelConfig) -> str:
     """Return the part that a weight belongs to: embedding, layers.I or head.
 
     Layers count from 0. The norm after the embedding belongs to it, and that after the layers to
-    the last layer. An unknown name is of the head.
+    the last layer. An unknown name gives head.
 
     Args:
         name: Name of the weight as of `named_global_parameters`, which gives a tied output layer

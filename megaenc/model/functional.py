@@ -149,7 +149,7 @@ class Rotation:
     def split(self, mixed: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of a joint projection, the first two rotated.
 
-        All three are copies in its dtype with gradients, so that `mixed` is freed.
+        All three are copies with gradients, so that `mixed`, whose dtype they have, is freed.
 
         Args:
             mixed: [S, 1, G, (R + 2) dim]: for each of G groups R queries, a key and a value.

@@ -43,7 +43,7 @@ def select_norm(
     `hidden_size` and `eps`.
 
     Args:
-        kernels: Choice of Transformer Engine, which must be installed only when a norm is made.
+        kernels: Choice of Transformer Engine, whose installation is not checked.
         fused: Enabled Triton kernels.
     """
     if model.normalization == "LayerNorm":

@@ -157,6 +157,6 @@ def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy of a CPU tensor on a device, started without blocking.
 
     The copy is made from pinned memory in the current stream; a tensor that is pinned already must
-    not change before it is done. On a CPU it is the tensor itself.
+    not change before the copy is done. On a CPU it is the tensor itself.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -56,9 +56,10 @@ def _spec_provider() -> Any:
 
 
 def linear_classes() -> tuple[type, type]:
-    """Return the column-parallel and row-parallel class of Transformer Engine's layers.
+    """Return megatron-core's two classes of Transformer Engine's linear layers.
 
-    They are megatron-core's wrappers. The package must be installed (`check_transformer_engine`).
+    They are the column-parallel and the row-parallel one. The package must be installed
+    (`check_transformer_engine`).
     """
     provider = _spec_provider()
     return provider.column_parallel_linear(), provider.row_parallel_linear()

@@ -38,7 +38,7 @@ class SoftLabels(NamedTuple):
 
     ids: numpy int64[N, K]; probabilities: numpy float32[N, K], 0 or more. The probabilities of a
     row add up to 1. An id that a row holds several times has the sum of its probabilities. All
-    packs of an objective have the same K. Only `check_targets` checks it.
+    packs of an objective have the same K. Only `check_targets` checks this.
     """
 
     ids: np.ndarray

@@ -16,8 +16,8 @@ from megaenc.objectives.registry import register
 class CausalLanguageModeling(Objective):
     """Objective `clm`: under causal attention each token predicts the next one.
 
-    The last token of a document, or of a cut piece, predicts none. A next token that is special is
-    not predicted, except the one that ends a document (`Vocabulary.eos_id`), from which the model
+    The last token of a document, or of its piece if packs cut it, predicts none. A next token that
+    is special is not predicted, except `Vocabulary.eos_id` wherever it stands, from which the model
     learns where a text ends.
     """
 
@@ -28,8 +28,9 @@ class CausalLanguageModeling(Objective):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of one pack, whose inputs are unchanged.
 
-        Labels are text tokens and ends of documents, never the first token of a document. Each is
-        predicted at the position before it. `randomness` is not used.
+        `inputs` is the pack's own array. Labels are text tokens and `eos_id`, never the first token
+        of a document. Each is predicted at the position before it. `weights` and `count` are None;
+        `randomness` is not used.
         """
         is_predicted = text_token_mask(self.vocabulary)[pack.tokens]
         if self.vocabulary.eos_id is not None:

@@ -17,7 +17,7 @@ from megaenc.objectives.registry import register
 @register
 @dataclass(frozen=True)
 class MaskedDiffusion(Objective):
-    """Objective `diffusion`: masked diffusion.
+    """Objective `diffusion`: masked diffusion, under bidirectional attention.
 
     It is that of LLaDA (Nie et al. 2025, arXiv 2502.09992) and MDLM (arXiv 2406.07524). A ratio t,
     uniform in [`low`, `high`), is drawn for each document or cut piece, and each of its tokens,

@@ -39,8 +39,8 @@ class Distillation(MaskedLanguageModeling):
 
     It follows Hinton et al. 2015 (arXiv 1503.02531) and DistilBERT (arXiv 1910.01108), and hides
     the same tokens as `mlm` with the same options. The label distribution of a hidden token is (1 -
-    `share`) onehot(token) + `share` softmax(z / `temperature`) over the `top_k` largest logits z of
-    the teacher, without those of special tokens. The teacher reads the same masked inputs, each
+    `share`) onehot(token) + `share` softmax(z / `temperature`) over the teacher's `top_k` largest
+    logits z among tokens that are not special. The teacher reads the same masked inputs, each
     document separately. The loss is the cross-entropy with this distribution, at least its entropy:
     runs are compared by the held-out loss of `mlm`. The student's temperature is 1, so there is no
     factor of temperature^2.
@@ -90,7 +90,7 @@ class Distillation(MaskedLanguageModeling):
         return *super().files(), directory.config_file, *directory.files
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        """Return the Targets of `mlm`, whose label distributions mix label and teacher.
+        """Return the Targets of `mlm` with label distributions that mix label and teacher.
 
         The teacher is loaded once and runs here, on the CPU.
 
@@ -165,13 +165,13 @@ class Teacher:
 
         They are (ids int64[N, K], logits float64[N, K]), best first, without special tokens. K is
         `count`, or the number of tokens that are not special if that is smaller. Each document is
-        read without the others. A pack longer than `context_length` is an InputError. Threads may
-        call it at the same time.
+        read without the others; still a whole pack longer than `context_length` is an InputError
+        (of made-up packs only a longer document). Threads may call it at the same time.
 
         Args:
             pack: Pack whose document boundaries are read; its tokens are not.
             inputs: int64[T], token ids that the teacher reads, mask tokens included.
-            positions: int64[N], in any order.
+            positions: int64[N], in any order, which is that of the rows of the result.
         """
         import torch
 
@@ -245,10 +245,10 @@ class Teacher:
 def load_teacher(path: str, vocabulary: Vocabulary) -> Teacher:
     """Return the Teacher in the directory `path`, loaded once in a process.
 
-    The last four are kept.
+    The directory is in Hugging Face's format, with safetensors. The last four Teachers are kept.
 
     Raises:
-        InputError: It is no masked language model, or has another vocabulary.
+        InputError: It cannot be read, is no masked language model, or has another vocabulary.
     """
     return Teacher(path, vocabulary)
 

@@ -34,8 +34,8 @@ class GPTBERT(MaskedNextTokenPrediction):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of one pack, with weights.
 
-        A causal document has a prefix of 0 tokens, any other one of all its tokens. `count` is the
-        number of tokens that can be predicted.
+        A causal document has a prefix of 0 tokens and weights of 1, any other one a prefix of all
+        its tokens and weights of 1 / `mask`. `count` is the number of tokens that can be predicted.
         """
         masked = super().targets(pack, randomness)
         lengths = np.diff(pack.cu_seqlens).astype(np.int64)

@@ -39,9 +39,9 @@ class Masking(Objective):
     (whole-word masking of BERT; Cui et al. 2021, arXiv 1906.08101). With the path of a file of
     `megaenc objective collocations`, all tokens of each collocation in it are, from the left the
     longest at each place, and all other tokens singly (PMI-Masking, Levine et al. 2021, arXiv
-    2010.01825). No unit crosses an edge or an ineligible token. `random` and `keep` are drawn for
-    each token, as in BERT's code, so that a chosen unit may become part mask tokens, part random
-    tokens.
+    2010.01825). Both exclude `span`. No unit crosses an edge or an ineligible token. `random` and
+    `keep` are drawn for each token, as in BERT's code, so that a chosen unit may become part mask
+    tokens, part random tokens.
     """
 
     attention = Attention.BIDIRECTIONAL
@@ -125,8 +125,8 @@ class Masking(Objective):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of one pack, without weights.
 
-        Drawn tokens, which are hidden, random or kept in the input, are predicted from `shift`
-        positions earlier.
+        Drawn tokens, which are hidden, random or kept in the input, are predicted `shift` positions
+        earlier (`Objective.shift`).
         """
         (positions,) = self._choose_tokens(pack, randomness).nonzero()
         labels = pack.tokens[positions]

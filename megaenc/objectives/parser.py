@@ -29,7 +29,7 @@ _AMOUNT = "a share with a point (0.25) or a whole number of steps (10000)"
 
 
 class SourceText(str):
-    """String that is a part of a schedule's text.
+    """String that is a part of a schedule's text, SourceText(text, start).
 
     `start` is the index of its first character there, from 0, for errors.
     """
@@ -55,7 +55,7 @@ class ParsedOption(NamedTuple):
 
 
 class ParsedObjective(NamedTuple):
-    """Name of an objective and its options as written in a schedule, not yet checked."""
+    """Name and options of an objective as written in a schedule, not yet checked."""
 
     name: SourceText
     options: tuple[ParsedOption, ...]
@@ -83,8 +83,8 @@ def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPha
 
     Args:
         text: Schedule, such as `clm:0.25,mlm(mask=0.3):0.75`.
-        train_iters: Steps of the run, the most phases that a repetition may make; None: only the
-            limit of 100,000 counts.
+        train_iters: Steps of the run, the most phases that each repetition may make; None: only the
+            limit of 100,000 for each counts.
 
     Raises:
         InputError: The syntax is wrong, or a repetition makes too many phases.
@@ -95,8 +95,8 @@ def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPha
 def build_error(text: str, part: SourceText, complaint: object) -> InputError:
     """Return, without raising, an InputError about a part of a schedule's text.
 
-    The message has the flag --objective-schedule, the place of `part`, `complaint` as text, and
-    `text`, the whole schedule, with `part` in brackets.
+    The message has the flag --objective-schedule, the place of `part`, counted from 1, `complaint`
+    as text, and `text`, the whole schedule, with `part` in brackets.
     """
     marked = f"{text[: part.start]}[{part}]{text[part.start + len(part) :]}"
     return InputError(
@@ -134,7 +134,7 @@ class _ScheduleParser:
     def parse_items(self, depth: int) -> tuple[ParsedPhase, ...]:
         """Parse phases and repetitions separated by commas; return all phases in order.
 
-        They stand inside `depth` repetitions.
+        They stand inside `depth` repetitions. It stops before a `)`, which the caller takes.
 
         Raises:
             InputError: The syntax is wrong.
@@ -242,7 +242,7 @@ class _ScheduleParser:
         """Parse an objective's options in parentheses, () if none follow.
 
         Raises:
-            InputError: The syntax is wrong, or an option is repeated.
+            InputError: The syntax is wrong, the parentheses are empty, or an option is repeated.
         """
         if not (opening := self.take("(")):
             return ()
@@ -271,6 +271,8 @@ class _ScheduleParser:
 
     def parse_amount(self, written: SourceText) -> Fraction | int:
         """Convert an amount: a Fraction for a share with a point, an int for steps.
+
+        Both have only digits, without an exponent. A share may be above 1 here.
 
         Raises:
             InputError: It is neither, or not above zero.
@@ -349,7 +351,7 @@ class _ScheduleParser:
         return part
 
     def take(self, sign: str) -> SourceText | None:
-        """Take a sign and return it if it comes next, after spaces, else return None."""
+        """Skip spaces, and take a sign and return it if it comes next, else return None."""
         self.skip_spaces()
         if not self.text.startswith(sign, self.position):
             return None

@@ -46,12 +46,11 @@ def check_float8_linear(
 ) -> None:
     """Check that float8 layers match float32 up to rounding on this machine.
 
-    The tolerance of the relative norm is 2^-7, which covers results in bfloat16 and fast
-    accumulation, plus the `rounding_error` of both matrices, taken as independent.
+    The tolerance of the relative norm is 2^-7, for results in bfloat16 and fast accumulation, plus
+    the `rounding_error` of both matrices, taken as independent. `backend` is this process's.
 
     Args:
         fp8_format: As in `select_float8_recipe`.
-        backend: Hardware of this process, on which the products run.
         widths: (output, input) widths of the layers on this rank.
         dtype: Dtype of inputs, weights and results.
 

@@ -149,8 +149,7 @@ def copy_qkv(
 ) -> None:
     """Copy the joint projection to q, k and v, with q and k rotated, or back.
 
-    All tensors are contiguous, which is not checked; the destination exists and is overwritten.
-    There is no gradient.
+    All tensors are contiguous (not checked); the destination is overwritten. There is no gradient.
 
     Args:
         mixed: [S, G, R + 2, dim].

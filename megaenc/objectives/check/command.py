@@ -47,7 +47,9 @@ class CheckConfig:
 
 
 def compute_digest(objective: Objective, packs: Iterable[Pack]) -> str:
-    """Return the SHA-256, as hexadecimal text, of the Targets of packs in any order.
+    """Return the SHA-256, as hexadecimal text, of the Targets of packs.
+
+    It is the same in every order of the packs.
 
     Raises:
         InputError: The objective raises an error.
@@ -82,7 +84,7 @@ def check_contract(objective: Objective) -> CheckResult:
 def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
     """Return the check `determinism`: targets do not depend on pack order or process.
 
-    Ranks compute them in other processes, of which one is started here.
+    Ranks compute them in other processes, of which one is started here, without a time limit.
 
     Args:
         config: Objective and options as given to the command, for the other process.
@@ -117,7 +119,8 @@ def check_determinism(objective: Objective, config: CheckConfig) -> CheckResult:
 def print_digest(objective: str, options: Sequence[str]) -> None:
     """Print `compute_digest` of an objective and the packs of `check_determinism`.
 
-    That check calls it in another process. Arguments and errors are those of `load_objective`.
+    That check calls it in another process. Arguments are those of `load_objective`, errors also
+    those of `compute_digest`.
     """
     print(compute_digest(load_objective(objective, options), make_packs(_CONTRACT_PACKS)))
 
@@ -153,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     A failed check or wrong input exits with 2, a failed check after the table.
 
     Args:
-        argv: Words after the command; None: those of this process.
+        argv: Words after the command; None: sys.argv[1:].
     """
     config = flags.parse(CheckConfig, argv, prog="megaenc objective check", description=__doc__)
     objective, results = run_checks(config)

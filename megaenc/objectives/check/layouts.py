@@ -176,14 +176,15 @@ def check_training(objective: str, options: Sequence[str]) -> list[CheckResult]:
     """Train a tiny model in several layouts and return the results of comparisons.
 
     It is trained in one process, in four (tensor 2 x pipeline 2), and with a stop. The processes
-    use the loopback interface, one thread and float32, and end with the caller.
+    use the loopback interface, one thread and float32. They and their files are gone when the call
+    returns. A training of over 300 s has failed.
 
     Args:
         objective: NAME, NAME(OPTIONS) or MODULE:CLASS, as in `load_objective`.
         options: NAME=VALUE each, only for MODULE:CLASS.
 
     Returns:
-        The results `layouts` and `resume`, or only a failed `layouts` if training fails.
+        The results `layouts` and `resume`, or only a failed `layouts` if training does not succeed.
     """
     with tempfile.TemporaryDirectory(prefix="megaenc-objective-") as directory:
         try:

@@ -23,8 +23,8 @@ def load_objective(text: str, options: Sequence[str] = ()) -> Objective:
         options: NAME=VALUE each, only for MODULE:CLASS.
 
     Raises:
-        InputError: The objective cannot be built, `options` are given with a NAME, or another
-            objective has the name of CLASS.
+        InputError: The objective cannot be imported or built, `options` are given with a NAME, or
+            another objective has the name of CLASS.
     """
     words = dict(word.partition("=")[::2] for word in options)
     if "(" in text or ":" not in text:

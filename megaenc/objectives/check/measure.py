@@ -49,7 +49,8 @@ class CheckResult(NamedTuple):
 def make_packs(count: int, length: int = _LENGTH, odd: bool = True) -> Iterable[Pack]:
     """Yield `count` packs of documents of 1 to 300 random tokens that end in EOS.
 
-    They are the same in each call. Token ids are those of VOCABULARY.
+    They are the same in each call, with `sample` from 0. The last document is cut at the end of the
+    pack and ends in EOS, too. Token ids are those of VOCABULARY.
 
     Args:
         length: Tokens of a pack.
@@ -137,7 +138,8 @@ class _LeakCounts:
     def add(self, pack: Pack, targets: Targets) -> None:
         """Replace one predicted token of each document, and count inputs that change.
 
-        The prediction is a random one, and the token another text token.
+        The token is a random one of those predicted, and is replaced by another text token in a
+        copy of the pack. Nothing is counted if labels are classes.
         """
         if self.objective.classes:
             return
@@ -197,8 +199,8 @@ class _LeakCounts:
     def build_result(self) -> CheckResult:
         """Return the check of leaks, with `passed` None if there is nothing to test.
 
-        It fails if too many labels change the input at their own place, or at one same place
-        elsewhere.
+        It fails if more than 60 % of the labels change the input at their own place, or more than
+        40 % at one same place elsewhere.
         """
         if self.objective.classes:
             return CheckResult(
@@ -292,9 +294,10 @@ class _Statistics:
         self.divisor += targets.loss_count
 
     def build_results(self) -> list[CheckResult]:
-        """Return the rows of the statistics.
+        """Return the rows of the statistics, of at least two packs.
 
-        The row of the predictions fails if there are none.
+        They are `predictions`, `by position`, `predicted runs`, `inputs` and `weights`, or without
+        predictions only the first, which then fails; the others have `passed` None.
         """
         fraction = float(np.mean(self.fractions))
         predicted = int(self.inputs.sum())

@@ -55,7 +55,7 @@ class InspectConfig:
 class LengthBin(NamedTuple):
     """Histogram bin of document lengths.
 
-    It counts the documents with `low` to `high` tokens, inclusive, and all their tokens.
+    `documents` counts those with `low` to `high` tokens, inclusive, and `tokens` all their tokens.
     """
 
     low: int
@@ -68,9 +68,10 @@ class LengthBin(NamedTuple):
 class LengthStats:
     """Statistics of document lengths in tokens, by `compute_length_stats`.
 
-    p5 and p95 are percentiles; `longest_document` is the index, from 0, of the first longest
-    document; `empty` the number of documents without tokens; `bins` a histogram without gaps, from
-    the shortest documents: 0, 1, 2 to 3, 4 to 7, 8 to 15, ... tokens.
+    p5 and p95 are percentiles, interpolated; `longest` is the highest length, `longest_document`
+    the index, from 0, of the first such document; `empty` the number of documents without tokens;
+    `bins` a histogram without gaps, of 0, 1, 2 to 3, 4 to 7, 8 to 15, ... tokens, from the bin of
+    the shortest document to that of the longest.
     """
 
     mean: float
@@ -238,7 +239,8 @@ def _build_histogram(lengths: LengthStats) -> Any:
 def format_bar(fraction: float, width: int = _BAR_WIDTH) -> str:
     """Return a bar of block characters, padded with spaces to `width` columns.
 
-    It takes `fraction` (0 to 1) of them, in eighths of a column, and is never empty above 0.
+    The blocks take `fraction` of the columns, in eighths of one, and at least an eighth above 0.
+    `fraction` is from 0 to 1, which is not checked.
     """
     eighths = max(round(fraction * width * 8), int(fraction > 0))
     return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(width)
@@ -251,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     The pack is printed only if a tokenizer is given. Wrong input exits with 2.
 
     Args:
-        argv: Words after the command; None: those of this process.
+        argv: Words after the command; None: sys.argv[1:].
     """
     silence_libraries()
     settings = flags.parse(InspectConfig, argv, prog="megaenc data inspect", description=__doc__)

@@ -44,7 +44,7 @@ _CONTROL_PICTURES |= {ord("\n"): "↵", ord("\t"): "⇥"}
 class TokenSpan:
     """Span of one token of a pack, or of all tokens of one character.
 
-    `start` and `stop` are token positions in the pack.
+    It takes the token positions from `start` to before `stop` in the pack.
     """
 
     start: int
