@@ -16,7 +16,7 @@ from megaenc.errors import InputError, LocalInputError
 from megaenc.training.checkpoint.manager import CheckpointManager
 
 SLOW = runs.WORKERS / "slow_disk.py"
-TWO_UPDATES_LATER = ["2", "1"]  # or after a second
+TWO_UPDATES_LATER = ["2", "4"]  # or after four seconds
 EVERY = [*runs.SHORT_RUN, "--train-iters", "12", "--save-interval", "4"]
 
 
