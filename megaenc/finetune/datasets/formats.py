@@ -430,6 +430,7 @@ FIXED_LABELS = {
     TaskFamily.REGRESSION: LabelSet(("score",), is_indexed=False),
 }
 """Labels of families whose rows name none, by family: regression has the name of its output."""
+_EXPECTED_NAMES = "expected the names of the text's labels"
 _NO_CLASS = "found a number with a point, expected a class; numbers need --task regression"
 
 
@@ -478,7 +479,8 @@ def read_label_list(row: Mapping[str, Any], location: str) -> list[Any]:
         location: Start of the error, such as file:line.
 
     Raises:
-        InputError: The value is missing, or neither a list nor text.
+        InputError: The value is missing, neither a list nor text, or a list that repeats a value or
+            has a float, such as a vector of 0 and 1.
     """
     value = get_value(row, "labels" if "labels" in row else "label", location)
     if isinstance(value, str):
@@ -488,6 +490,18 @@ def read_label_list(row: Mapping[str, Any], location: str) -> list[Any]:
             f"{location}: labels {_format_value(value)}: expected a list, or text with | between "
             "labels"
         )
+    known = set()
+    for label in value:
+        found = ""
+        if isinstance(label, float):
+            found = _format_value(label)
+        elif repr(label) in known:  # a nested list cannot be hashed
+            found = f"{_format_value(label)} twice"
+        known.add(repr(label))
+        if found:
+            raise InputError(
+                f"{location}: labels {_format_value(value)}: found {found}, {_EXPECTED_NAMES}"
+            )
     return value
 
 
@@ -523,16 +537,19 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
         rows: (location, fields) pairs, with the fields of labels as in `build_example`.
 
     Raises:
-        InputError: A label is invalid, or there is none in MULTI_LABEL, or all are numbers and one
-            has a point or an exponent.
+        InputError: A label is invalid, or there is none in MULTI_LABEL, or all its rows are vectors
+            of 0 and 1, or all labels are numbers and one has a point or an exponent.
     """
     names: dict[str, str] = {}  # by name, the first location
+    lengths = set()  # of the lists of MULTI_LABEL
     location = ""
     for location, row in rows:
         if family is TaskFamily.SC:
             names.setdefault(parse_label(get_value(row, "label", location), location), location)
         elif family is TaskFamily.MULTI_LABEL:
-            for label in read_label_list(row, location):
+            labels = read_label_list(row, location)
+            lengths.add(len(labels))
+            for label in labels:
                 names.setdefault(parse_label(label, location), location)
         else:
             tags = get_value(row, "tags", location, list)
@@ -544,6 +561,9 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
         return LabelSet(("O", *sorted(names.keys() - {"O"})), is_indexed=False)
     if family is TaskFamily.MULTI_LABEL and not names:
         raise InputError(f"{location}: found no label up to here, expected a text with one")
+    # Longer vectors repeat a value, which `read_label_list` refuses.
+    if lengths == {2} and names.keys() == {"0", "1"}:
+        raise InputError(f"{location}: found lists of 0 and 1 up to here, {_EXPECTED_NAMES}")
     scores = [name for name in names if "." in name or "e" in name.lower()]
     if scores and all(_NUMBER.fullmatch(name) for name in names):
         advice = "names of classes that look like numbers need a meta.json that lists them"

@@ -120,8 +120,8 @@ def test_numbers_are_labels_of_regression(tmp_path, form, labels, task):
 @pytest.mark.parametrize(
     ("form", "key", "labels"),
     [
-        ("jsonl", "labels", [["b", "a"], [], ["c", "c"]]),
-        ("parquet", "label", [["b", "a"], [], ["c", "c"]]),
+        ("jsonl", "labels", [["b", "a"], [], ["c"]]),
+        ("parquet", "label", [["b", "a"], [], ["c"]]),
         ("jsonl", "labels", ["b|a", "", "c"]),
         ("csv", "labels", ["b | a", "", "c"]),
     ],
@@ -141,6 +141,8 @@ def test_a_text_may_have_any_number_of_labels(tmp_path, form, key, labels):
         ([["a"]], "label ['a']: expected text or an integer"),
         ("a|", "label '': expected text or an integer"),
         (None, "key `labels`: found null, expected a value"),
+        ([1, 0, 0], "labels [1, 0, 0]: found 0 twice, expected the names of the text's labels"),
+        ([1.0, 0.0], "labels [1.0, 0.0]: found 1.0, expected the names of the text's labels"),
     ],
 )
 def test_bad_lists_of_labels_are_one_line(tmp_path, value, message):
@@ -149,6 +151,15 @@ def test_bad_lists_of_labels_are_one_line(tmp_path, value, message):
     directory = write_splits(tmp_path / "set", "jsonl", rows, test=other)
     with pytest.raises(InputError, match=rf"test.jsonl:1: {re.escape(message)}"):
         find_dataset(directory).load_split("test")
+
+
+def test_vectors_of_two_labels_are_refused(tmp_path):
+    vectors = [{"text": "x", "labels": value} for value in ([1, 0], [0, 1])]
+    message = r"train.jsonl:2: found lists of 0 and 1 up to here, expected the names"
+    with pytest.raises(InputError, match=message):
+        find_dataset(write_splits(tmp_path / "set", "jsonl", vectors))
+    rows = [*vectors, {"text": "y", "labels": [1]}]
+    assert find_dataset(write_splits(tmp_path / "set", "jsonl", rows)).labels == ("0", "1")
 
 
 def test_labels_may_be_indices_of_meta_json_and_must_occur(tmp_path):
