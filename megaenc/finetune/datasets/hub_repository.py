@@ -17,7 +17,7 @@ from megaenc.finetune.datasets.local import (
     DatasetConfig,
     build_split_reader,
     find_split_names,
-    print_hidden_test,
+    leave_out_hidden_test,
     template_rule,
 )
 from megaenc.finetune.examples import (
@@ -132,10 +132,10 @@ def load_hub_repository(
                 f"{place}: {on_hub}: no column `{min(missing)}`; found {format_names(columns)}"
             )
     labels = _find_labels(place, family, first, fields, splits)
-    if family in SEQUENCE_FAMILIES and len(splits) == 3:
+    if family in SEQUENCE_FAMILIES and "test" in splits:
         test_rows = (("", {"label": label}) for label in data[splits["test"]][fields["label"]])
         if formats.is_hidden_test(test_rows, labels):
-            print_hidden_test(name, splits.pop("test"))
+            leave_out_hidden_test(name, place, family, splits)
     template = flags.pair_template if family in SEQUENCE_FAMILIES else ""
     spec = HubSpec(family, repository, config, fields, template, labels.labels)
     counts = {split: data[on_hub].num_rows for split, on_hub in splits.items()}

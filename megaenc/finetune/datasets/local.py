@@ -157,10 +157,10 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     fingerprint = hash_json({"files": content, "rules": rules})
     if (
         family in SEQUENCE_FAMILIES
-        and len(files) == 3
+        and "test" in files
         and formats.is_hidden_test(formats.read_rows(files["test"]), labels)
     ):
-        print_hidden_test(name, files.pop("test").name)
+        leave_out_hidden_test(name, f"{path}", family, files)
 
     read_file = functools.partial(_read_examples, family=family, labels=labels, template=template)
     if fraction:
@@ -237,9 +237,27 @@ def _read_first_row(files: Mapping[SplitName, Path]) -> tuple[Path, str, dict[st
     return file, location, row
 
 
-def print_hidden_test(name: str, test: str) -> None:
-    """Print, once, that the split or file `test` of the data set `name` is not used."""
-    print_once(f"{name}: {test} is not used: its labels are hidden (-1)")
+def leave_out_hidden_test(
+    name: str, place: str, family: TaskFamily, parts: dict[SplitName, Part]
+) -> None:
+    """Remove a test split whose labels are hidden, with a message, if there are three splits.
+
+    Args:
+        name, place: Data set, and source of `parts`, in messages.
+        parts: Files, or splits on the Hub, by split; changed in place.
+
+    Raises:
+        InputError: There are fewer in regression, which would take -1 for a number. Where -1 is no
+            class, reading the split raises it.
+    """
+    test = getattr(parts["test"], "name", parts["test"])
+    if len(parts) == 3:
+        del parts["test"]
+        print_once(f"{name}: {test} is not used: its labels are hidden (-1)")
+    elif family is TaskFamily.REGRESSION:
+        raise InputError(
+            f"{place}: {test}: its labels are hidden (-1), expected numbers or a validation split"
+        )
 
 
 def template_rule(template: str, has_pairs: Callable[[], bool]) -> str:

@@ -102,6 +102,13 @@ def test_hidden_labels_are_not_used(on_hub, capsys):
     )
 
 
+def test_hidden_numbers_need_a_validation_split(on_hub):
+    hidden = Dataset.from_dict({"text": ["It rains."], "label": [-1.0]})
+    on_hub({"train": Dataset.from_dict({"text": ["It snows."], "label": [2.5]}), "test": hidden})
+    with pytest.raises(InputError, match=r"test: its labels are hidden \(-1\), expected"):
+        find_dataset("org/rated")
+
+
 def test_pairs_and_labels_without_names(on_hub):
     pairs = Dataset.from_dict(
         {"premise": ["It rains.", "It snows."], "hypothesis": ["Wet.", "Hot."], "label": [7, 3]}

@@ -185,6 +185,9 @@ def test_hidden_numbers_of_a_test_split_are_left_out(tmp_path, capsys):
     dataset = find_dataset(directory)
     assert "glue: test.jsonl is not used: its labels are hidden (-1)" in capsys.readouterr().out
     assert [example.label for example in dataset.load_split("test")] == [4.8, 0.5, 1.0]
+    (tmp_path / "glue/valid.jsonl").unlink()
+    with pytest.raises(InputError, match=r"test.jsonl: its labels are hidden \(-1\), expected"):
+        find_dataset(directory)
 
 
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine/train.jsonl"])
