@@ -39,7 +39,7 @@ class Settings:
 class Choices:
     """Words to choose from, and lists of words."""
 
-    packing: Literal["", "concat", "sentences"] = "concat"
+    packing: Literal["", "concat", "sentences", "0.5"] = "concat"
     """How."""
     data_path: tuple[str, ...] = ()
     """What."""
@@ -130,6 +130,7 @@ def test_the_line_begins_with_the_flag(arguments, sentence, monkeypatch):
         ),
         ("split: &parts [90, 10]\nlr: 1\n", Settings("here", 1.0, split=(90, 10))),
         ("packing: sentences", Choices("sentences")),
+        ("packing: 0.5", Choices("0.5")),
         ("data_path: out/a", Choices(data_path=("out/a",))),
         ("data_path: [0.3, out/a, 7, out/b]", Choices(data_path=("0.3", "out/a", "7", "out/b"))),
     ],
