@@ -379,10 +379,14 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
     if family in formats.FIXED_LABELS:
         return formats.FIXED_LABELS[family]
     key = "tags" if family is TaskFamily.TC else "labels"
-    column = "label" if family is TaskFamily.SC else key
+    columns = [key]
+    if family is TaskFamily.SC:
+        columns = ["label"]
+    elif family is TaskFamily.MULTI_LABEL:
+        columns = ["labels", "label"]  # as `read_label_list`
     first_file = data_files[0]
     class_names = {
-        data_file: read_parquet_label_names(data_file, column)
+        data_file: read_parquet_label_names(data_file, columns)
         for data_file in data_files
         if data_file.suffix.lower() == ".parquet"
     }
@@ -393,6 +397,7 @@ def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) 
     )
     label_names = metadata.get(key, metadata.get("labels"))
     first_names = class_names.get(first_file)
+    column = "` or `".join(columns)
     if label_names is not None:
         return formats.check_label_names(
             family, label_names, f"{file}: key `{key}`", is_encoded=first_names is not None

@@ -3,7 +3,7 @@
 `datasets` writes class names into the schema.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,22 @@ def read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from None
 
 
-def read_parquet_label_names(path: Path, column: str) -> list[str] | None:
+def read_parquet_label_names(path: Path, columns: Sequence[str]) -> list[str] | None:
     """Return the class names, in the order of their indices, of a Parquet column.
 
     `datasets` writes those of labels or tags into the file's schema. The result is None if there
     are none, or if the schema is unreadable.
+
+    Args:
+        columns: Names that the column may have; the first that is there is read.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         metadata = pq.read_schema(path).metadata or {}
-        feature = parse_json(metadata.get(b"huggingface", b"{}"))["info"]["features"][column]
+        features = parse_json(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+        feature = next((features[column] for column in columns if column in features), None)
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
         return None
     feature = feature[0] if isinstance(feature, list) and feature else feature

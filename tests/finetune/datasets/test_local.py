@@ -162,6 +162,14 @@ def test_vectors_of_two_labels_are_refused(tmp_path):
     assert find_dataset(write_splits(tmp_path / "set", "jsonl", rows)).labels == ("0", "1")
 
 
+def test_class_names_of_lists_in_parquet_files_are_the_labels(tmp_path):
+    kind = datasets.Sequence(datasets.ClassLabel(names=["joy", "anger"]))
+    for key in ("label", "labels"):
+        write_named(tmp_path / key / "train.parquet", key, kind, [{"text": "x", key: [1]}])
+        found = find_dataset(str(tmp_path / key))
+        assert found.family is TaskFamily.MULTI_LABEL and found.labels == ("joy", "anger")
+
+
 def test_labels_may_be_indices_of_meta_json_and_must_occur(tmp_path):
     rows = [{"text": "x", "labels": [2, 0]}, {"text": "y", "labels": "c"}]
     directory = write_splits(tmp_path / "set", "jsonl", rows)
