@@ -118,9 +118,9 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
             `validation_fraction` is given for data that has splits.
     """
     fraction = flags.validation_fraction
+    if fraction:
+        check_split_fraction(fraction, path)
     if path.is_dir() and beir.is_beir_directory(path):
-        if fraction:
-            raise InputError(format_split_error(fraction, f"{path}", "retrieval data"))
         if flags.task not in ("", "IR"):
             raise InputError(
                 f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, "
@@ -133,9 +133,6 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
             "expected BEIR's layout"
         )
     files = find_split_files(path)
-    if fraction and len(files) > 1:
-        names = ", ".join(file.name for file in files.values())
-        raise InputError(format_split_error(fraction, f"{path}", names))
     first_file, location, row = _read_first_row(files)
     family = TaskFamily(flags.task) if flags.task else formats.infer_family(first_file, row)
     if family is TaskFamily.SC and isinstance(row.get("label"), float):
@@ -170,6 +167,23 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     return Dataset(
         name, family, labels.labels, name, fingerprint, fingerprint, read_split, template
     )
+
+
+def check_split_fraction(fraction: float, path: Path) -> None:
+    """Check that the data at `path` is a single file, which --validation-fraction splits.
+
+    Args:
+        fraction: Value of the flag, above 0.
+
+    Raises:
+        InputError: It is in BEIR's layout or has several files, or no file is found.
+    """
+    if path.is_dir() and beir.is_beir_directory(path):
+        raise InputError(format_split_error(fraction, f"{path}", "retrieval data"))
+    files = find_split_files(path)
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files.values())
+        raise InputError(format_split_error(fraction, f"{path}", names))
 
 
 def format_split_error(fraction: float, place: str, content: str) -> str:

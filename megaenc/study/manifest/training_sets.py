@@ -16,6 +16,7 @@ from megaenc.finetune.datasets import beir, demo, hub, local
 from megaenc.finetune.datasets.registry import parse_dataset_name
 from megaenc.finetune.examples import STUDY_FAMILIES, TaskFamily
 from megaenc.finetune.grid.command import GridConfig
+from megaenc.study.manifest.pretrain_args import prefix_errors
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,12 @@ def dataset_result_name(dataset: str) -> str:
 def _parse_dataset(dataset: str, grid: GridConfig, data_dir: Path) -> tuple[str, str, str]:
     """Return the result name, task family and training set of a data set."""
     name, path = parse_dataset_name(resolve_dataset_path(dataset, data_dir))
+    if fraction := grid.data.validation_fraction:
+        with prefix_errors("finetune"):
+            if path is None:
+                raise InputError(local.format_split_error(fraction, name, "a named data set"))
+            if os.path.exists(path):
+                local.check_split_fraction(fraction, path)
     is_on_hub = path is None and name in hub.HUB_DATASETS
     if is_on_hub:
         family = str(hub.HUB_DATASETS[name].family)

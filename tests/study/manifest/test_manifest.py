@@ -225,6 +225,14 @@ WRONG = {
         {"finetune": {"datasets": ["sst2", "sst2"]}},
         "finetune: field `datasets`: found sst2 twice",
     ),
+    "threshold of no task": (
+        {"finetune": {"datasets": ["sst2"], "threshold": "auto"}},
+        "finetune: field `threshold`: found auto, expected 0.5",
+    ),
+    "fraction of a named set": (
+        {"finetune": {"datasets": ["sst2"], "validation_fraction": 0.1}},
+        "finetune: --validation-fraction 0.1: found a named data set at sst2, expected a single",
+    ),
     "grid's flag": (
         {"finetune": {"datasets": ["sst2"], "slurm": True}},
         "finetune: field `slurm`: found here",
