@@ -592,9 +592,8 @@ def convert_value(place: str, kind: Any, value: Any) -> Any:
     Types: bool, int, float, str, Literal, a tuple of one of them, one of them or None, `int |
     Literal["all"]`, and YamlMapping, which is the YAML text of any value. A float may be an int or
     text such as 5e-4, a single value gives a tuple of one, and numbers in a tuple of texts, or
-    spelled like a choice, become
-    text; other types must be those of the value, so that 1.0 and True are no int. Bounds are not
-    checked.
+    spelled like a choice, become text; other types must be those of the value, so that 1.0 and True
+    are no int. Bounds are not checked.
 
     Raises:
         InputError: The value does not fit; the message begins with `place`.

@@ -4,7 +4,8 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
@@ -219,32 +220,62 @@ def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_by_fraction(
-    count: int, fraction: float, labels: Sequence[Any] = ()
+    examples: list[LabelledText] | list[TaggedWords] | list[Question], fraction: float
 ) -> dict[SplitName, list[int]]:
     """Return random row indices by split, ascending, always the same.
 
-    `fraction` of the rows validate and as many, or one fewer, test; the rest trains. So it is for
-    the rows of each label, and of each range of numbers, up to one row. With fewer rows than 1 /
-    `fraction`, none test.
+    About `fraction` of the examples validate and as many test; the rest trains, with every label.
+    So it is for the examples of each label, of each range of numbers, and for those that have
+    several labels by their rarest one. Examples with the same text (of pairs the first), words or
+    context are in one split. Splits of few examples may be empty.
 
     Args:
-        count: Number of rows.
-        fraction: Fraction of the rows, above 0 and below 0.5 (not checked).
-        labels: Label of each row, values that can be sorted; empty to ignore labels.
+        fraction: Fraction of the examples, above 0 and below 0.5.
     """
-    order = np.random.default_rng(_VALIDATION_SEED).permutation(count).tolist()
-    if labels:
-        order.sort(key=lambda row: labels[row])
-    held_out: list[int] = []
-    for position, row in enumerate(order, start=1):
-        # Every 1 / (2 * fraction)-th row of the order; the constant absorbs rounding.
-        if math.floor(2 * fraction * position + 1e-9) > len(held_out):
-            held_out.append(row)
-    return {
-        "train": sorted(set(order) - set(held_out)),
-        "validation": sorted(held_out[::2]),
-        "test": sorted(held_out[1::2]),
-    }
+    classes = [_get_classes(example) for example in examples]
+    counts = Counter(label for labels in classes for label in labels)
+    ranks = []
+    for example, labels in zip(examples, classes, strict=True):
+        # All examples without a class have a number, no label or a question.
+        unlabelled = (0, getattr(example, "label", 0))
+        ranks.append(min(((counts[label], label) for label in labels), default=unlabelled))
+    groups: dict[Any, list[int]] = {}
+    for row in np.random.default_rng(_VALIDATION_SEED).permutation(len(examples)).tolist():
+        groups.setdefault(get_split_key(examples[row]), []).append(row)
+
+    splits: dict[SplitName, list[int]] = {"train": [], "validation": [], "test": []}
+    seen = 0
+    for rows in sorted(groups.values(), key=lambda rows: min(ranks[row] for row in rows)):
+        seen += len(rows)
+        taken = Counter(label for row in rows for label in classes[row])
+        smaller = min(("validation", "test"), key=lambda split: len(splits[split]))
+        held_out = len(splits["validation"]) + len(splits["test"]) + len(rows)
+        # The constant absorbs rounding.
+        if held_out <= 2 * fraction * seen + 1e-9 and all(
+            count < counts[label] for label, count in taken.items()
+        ):
+            splits[smaller] += rows
+            counts -= taken
+        else:
+            splits["train"] += rows
+    return {split: sorted(rows) for split, rows in splits.items()}
+
+
+def get_split_key(example: LabelledText | TaggedWords | Question) -> str | tuple[str, ...]:
+    """Return what examples of one split of `split_by_fraction` share: text, words or context."""
+    if isinstance(example, LabelledText):
+        return example.text
+    return example.words if isinstance(example, TaggedWords) else example.context
+
+
+def _get_classes(example: LabelledText | TaggedWords | Question) -> tuple[int, ...]:
+    """Return the different label or tag indices of an example; none in regression and QA."""
+    if isinstance(example, TaggedWords):
+        return tuple(set(example.tags))
+    label = getattr(example, "label", ())
+    if isinstance(label, tuple):
+        return label
+    return (label,) if isinstance(label, int) else ()
 
 
 def format_too_few_error(count: int, noun: str, file: str) -> str:

@@ -4,7 +4,6 @@ A data set is a directory with a file per split, a directory in BEIR's layout, o
 """
 
 import functools
-import math
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,10 +21,10 @@ from megaenc.finetune.examples import (
     TOKENIZER_PAIRS,
     Dataset,
     Examples,
-    LabelledText,
     SplitName,
     TaskFamily,
     format_too_few_error,
+    get_split_key,
     hash_json,
     print_once,
     split_by_fraction,
@@ -65,7 +64,8 @@ class DatasetConfig:
     set of the study uses the study's template"""
     validation_fraction: FractionBelowHalf = 0.0
     """split a single file of labelled data: this fraction validates, as much tests, the rest
-    trains; seed 42, every label in proportion; refused for data that has splits; 0: no split"""
+    trains; seed 42, labels in proportion (of a text with several, the rarest counts), equal texts
+    in one split; refused for data that has splits; 0: no split"""
     whole_corpus: bool = False
     """search all documents of local retrieval data; by default only those judged for validation or
     test, as in the study"""
@@ -215,15 +215,16 @@ def _read_drawn_split(
         InputError: The file is invalid, or has too few examples.
     """
     examples = read_file(file)
-    labels = [example.label for example in examples if isinstance(example, LabelledText)]
-    rows = split_by_fraction(len(examples), fraction, labels)
+    rows = split_by_fraction(examples, fraction)
     if not rows["test"]:
+        different = len({get_split_key(example) for example in examples})
         raise InputError(
-            f"{file}: found {len(examples)} examples, expected at least {math.ceil(1 / fraction)}, "
-            f"of which --validation-fraction {fraction:g} validates one and tests one"
+            f"{file}: found {len(examples):,} examples (different texts: {different:,}), expected "
+            f"more, so that --validation-fraction {fraction:g} validates on one text, tests on "
+            "another and trains with every label"
         )
     print_once(
-        f"{name}: {file.name} is split (seed 42{', by label' * bool(labels)}): "
+        f"{name}: {file.name} is split (seed 42, equal texts together): "
         f"{len(rows['train']):,} examples train, {len(rows['validation']):,} validate, "
         f"{len(rows['test']):,} test"
     )

@@ -25,9 +25,11 @@ from megaenc.finetune.examples import (
     RetrievalExamples,
     TaggedWords,
     TaskFamily,
+    get_split_key,
     split_validation_rows,
 )
 
+SPLITS = ("train", "validation", "test")
 FORMS = ["jsonl", "csv", "tsv", "parquet"]
 SENTIMENT = [{"id": "a", "text": "good", "label": 1}, {"id": "b", "text": "bad", "label": 0}]
 TAGGED = [{"id": "a", "tokens": ["Ada", "Lovelace", "wrote"], "tags": ["B-PER", "I-PER", "O"]}]
@@ -201,7 +203,8 @@ def test_hidden_numbers_of_a_test_split_are_left_out(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine/train.jsonl"])
 def test_a_single_file_is_split_with_each_label_in_proportion(tmp_path, name, capsys):
     rows = [
-        {"id": at, "text": "x", "label": "yes" if at % 5 else "no", "more": at} for at in range(100)
+        {"id": at, "text": f"x{at}", "label": "yes" if at % 5 else "no", "more": at}
+        for at in range(100)
     ]
     write_file(tmp_path / name, rows)
     path = str(tmp_path / name.partition("/")[0])
@@ -218,20 +221,65 @@ def test_a_single_file_is_split_with_each_label_in_proportion(tmp_path, name, ca
     assert find_dataset(path, validation_fraction=0.1).load_split("test") == splits["test"]
     fingerprints = {find_dataset(path, validation_fraction=value).fingerprint for value in (0, 0.2)}
     assert len(fingerprints | {dataset.fingerprint}) == 3
-    said = "is split (seed 42, by label): 80 examples train, 10 validate, 10 test"
+    said = "is split (seed 42, equal texts together): 80 examples train, 10 validate, 10 test"
     assert said in capsys.readouterr().out
 
 
-def test_numbers_are_split_evenly_and_words_at_random(tmp_path):
-    write_file(tmp_path / "rated.jsonl", labelled(*(at / 2 for at in range(40))))
+def test_numbers_are_split_evenly(tmp_path):
+    rows = [{"text": f"x{at}", "label": at / 2} for at in range(40)]
+    write_file(tmp_path / "rated.jsonl", rows)
     dataset = find_dataset(str(tmp_path / "rated.jsonl"), validation_fraction=0.25)
-    for split in ("validation", "test"):
+    for split in SPLITS:
         quarters = [int(example.label // 5) for example in dataset.load_split(split)]
-        assert all(2 <= quarters.count(quarter) <= 3 for quarter in range(4))
-    write_file(tmp_path / "tags.jsonl", 8 * [{"tokens": ["a"], "tags": ["O"]}])
-    dataset = find_dataset(str(tmp_path / "tags.jsonl"), validation_fraction=0.25)
-    counts = [len(dataset.load_split(split)) for split in ("train", "validation", "test")]
-    assert counts == [4, 2, 2]
+        share = 5 if split == "train" else 2.5
+        assert all(abs(quarters.count(quarter) - share) < 1 for quarter in range(4))
+
+
+def split_file(tmp_path, rows, fraction):
+    """Return the splits of a file of `rows`."""
+    write_file(tmp_path / "rows.jsonl", rows)
+    dataset = find_dataset(str(tmp_path / "rows.jsonl"), validation_fraction=fraction)
+    return {split: dataset.load_split(split) for split in SPLITS}
+
+
+def test_labels_of_texts_with_several_are_split_by_the_rarest(tmp_path):
+    frequent = [{"text": f"x{at}", "labels": ["a"]} for at in range(80)]
+    rare = [{"text": f"y{at}", "labels": ["a", "b"]} for at in range(20)]
+    tagged = [{"tokens": [row["text"]], "tags": ["O"]} for row in frequent]
+    tagged += [{"tokens": [row["text"], "z"], "tags": ["O", "B-X"]} for row in rare]
+    for rows in (frequent + rare, tagged):
+        splits = split_file(tmp_path, rows, 0.1)
+        labels = {
+            split: Counter(
+                len(getattr(example, "label", None) or example.tags) for example in examples
+            )
+            for split, examples in splits.items()
+        }
+        tenth = {1: 8, 2: 2}
+        assert labels == {"train": {1: 64, 2: 16}, "validation": tenth, "test": tenth}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda at: {"text": f"x{at % 40}", "text_pair": f"{at}", "label": at % 3},
+        lambda at: {"tokens": [f"x{at % 40}"], "tags": ["O"]},
+        lambda at: {"question": f"{at}", "context": f"x{at % 40}", "is_impossible": True},
+    ],
+)
+def test_equal_texts_are_in_one_split(tmp_path, make):
+    splits = split_file(tmp_path, [make(at) for at in range(200)], 0.1)
+    assert [len(splits[split]) for split in SPLITS] == [160, 20, 20]
+    keys = [{get_split_key(example) for example in splits[split]} for split in SPLITS]
+    assert sum(map(len, keys)) == len(set.union(*keys)) == 40
+
+
+def test_every_label_keeps_a_training_example(tmp_path):
+    rows = [{"text": f"x{at}", "label": f"{at // 2}"} for at in range(20)]
+    rows += [{"text": f"y{at}", "label": f"only {at}"} for at in range(10)]
+    splits = split_file(tmp_path, rows, 0.4)
+    assert {example.label for example in splits["train"]} == set(range(20))
+    assert len(splits["validation"]) == len(splits["test"]) == 5
 
 
 def test_only_a_single_file_that_is_large_enough_is_split(tmp_path):
@@ -247,7 +295,8 @@ def test_only_a_single_file_that_is_large_enough_is_split(tmp_path):
         with pytest.raises(InputError, match=rf"^--validation-fraction 0.1: {message}"):
             find_dataset(name, validation_fraction=0.1)
     dataset = find_dataset(str(tmp_path / "set/test.jsonl"), validation_fraction=0.1)
-    with pytest.raises(InputError, match=r"test.jsonl: found 2 examples, expected at least 10, of"):
+    message = r"test.jsonl: found 2 examples \(different texts: 1\), expected more"
+    with pytest.raises(InputError, match=message):
         dataset.load_split("train")
 
 
