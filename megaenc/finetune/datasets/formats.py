@@ -40,6 +40,7 @@ from megaenc.finetune.examples import (
     Question,
     TaggedWords,
     TaskFamily,
+    print_once,
 )
 from megaenc.json_files import DuplicateKeyError, parse_json
 
@@ -524,6 +525,22 @@ def parse_number(value: Any, location: str) -> float:
     if not math.isfinite(number):
         raise InputError(f"{location}: label {value}: expected a finite number")
     return number
+
+
+def print_whole_numbers(name: str, labels: Iterable[Any]) -> None:
+    """Print, once, that the task is regression if all labels are whole numbers.
+
+    Such numbers with a point may be meant as classes.
+
+    Args:
+        name: Name of the data set.
+        labels: Labels of rows.
+    """
+    if all(isinstance(label, int) or f"{label}".endswith(".0") for label in labels):
+        print_once(
+            f"{name}: the task is regression, as labels are numbers with a point, such as 1.0; "
+            "write classes as 1"
+        )
 
 
 def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:

@@ -125,6 +125,8 @@ def load_hub_repository(
         )
     first = data[splits.get("train") or next(iter(splits.values()))]
     family, fields = _find_columns(place, first, flags.task)
+    if family is TaskFamily.REGRESSION and not flags.task:
+        formats.print_whole_numbers(name, first[fields["label"]])
     for on_hub in splits.values():
         columns = data[on_hub].column_names
         if missing := set(fields.values()) - set(columns):

@@ -137,6 +137,9 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     family = TaskFamily(flags.task) if flags.task else formats.infer_family(first_file, row)
     if family is TaskFamily.SC and isinstance(row.get("label"), float):
         formats.parse_label(row["label"], location)  # refuses floats before a grid is planned
+    if family is TaskFamily.REGRESSION and not flags.task:
+        rows = formats.read_rows(first_file)
+        formats.print_whole_numbers(name, (row.get("label") for _, row in rows))
     template = pair_template if family in SEQUENCE_FAMILIES else ""
     labels = _read_label_set(path / "meta.json", family, list(files.values()))
     content = {key: compute_sha256(file) for key, file in sorted(files.items())}
