@@ -51,6 +51,16 @@ def describe_label_counts(
             f"{100 * test[majority] / max(test.sum(), 1):.2f} % of test"
         )
         lines.append(f"{name}: {'; '.join(reasons)}; train: {in_train}; {baseline}")
+    return lines + describe_unseen_labels(name, labels, counts)
+
+
+def describe_unseen_labels(
+    name: str, labels: Sequence[str], counts: Mapping[str, np.ndarray]
+) -> list[str]:
+    """Return a line about labels of the evaluation splits that train lacks, or [].
+
+    The arguments are those of `describe_label_counts`.
+    """
     unseen = []
     for index, label in enumerate(labels):
         places = [
@@ -58,11 +68,11 @@ def describe_label_counts(
             for split in ("validation", "test")
             if counts[split][index]
         ]
-        if places and not train[index]:
+        if places and not counts["train"][index]:
             unseen.append(f"{label} ({', '.join(places)})")
-    if unseen:
-        lines.append(
-            f"{name}: warning: labels without a training example cannot be learned: "
-            f"{format_name_list(unseen)}"
-        )
-    return lines
+    if not unseen:
+        return []
+    return [
+        f"{name}: warning: labels without a training example cannot be learned: "
+        f"{format_name_list(unseen)}"
+    ]

@@ -30,7 +30,7 @@ from megaenc.finetune.examples import (
 )
 from megaenc.finetune.job import TOKENIZED_CACHE, FinetuneJob, RunProgress
 from megaenc.finetune.kept_model import ModelKeeper, load_model
-from megaenc.finetune.label_counts import describe_label_counts
+from megaenc.finetune.label_counts import describe_label_counts, describe_unseen_labels
 from megaenc.finetune.model.fingerprint import compute_tokenizer_fingerprint
 from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup, count_training_steps
 from megaenc.finetune.results import files as result_files
@@ -177,12 +177,23 @@ class FinetuneRun:
             task = TASKS[job.family](dataset, self.protocol)
             splits = {split: loader.load_evaluation(task, split) for split in _EVALUATION_SPLITS}
             self.held_out.append(HeldOutData(task, splits, ValidationHistory(self.protocol)))
-        if job.family in (TaskFamily.SC, TaskFamily.TC):
+        if job.family in (TaskFamily.SC, TaskFamily.TC, TaskFamily.MULTI_LABEL):
             counts = {"train": self.task.count_labels(self.data)}
             for split, (tokens, _) in self.held_out[0].splits.items():
                 counts[split] = self.task.count_labels(tokens)
-            for line in describe_label_counts(job.train_on, self.task.label_names, counts):
+            # Texts with several labels have no classes whose numbers could be compared.
+            is_multi_label = job.family is TaskFamily.MULTI_LABEL
+            describe = describe_unseen_labels if is_multi_label else describe_label_counts
+            for line in describe(job.train_on, self.task.label_names, counts):
                 print_rank_0(line)
+        if job.family is TaskFamily.REGRESSION:
+            for held_out in self.held_out:
+                for split, (tokens, _) in held_out.splits.items():
+                    if not np.ptp(tokens.columns["labels"]):
+                        print_rank_0(
+                            f"{held_out.task.dataset.name}: warning: all labels of {split} are "
+                            "equal: its correlations are undefined and count as 0"
+                        )
         steps_per_epoch = math.ceil(self.task.count_examples(self.data) / self.protocol.batch_size)
         self.steps = count_training_steps(
             self.protocol.epochs, self.protocol.max_steps, steps_per_epoch

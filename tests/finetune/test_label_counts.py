@@ -100,3 +100,39 @@ def test_a_run_counts_labels_before_it_trains(model, tmp_path, capfd):
         "films: warning: labels without a training example cannot be learned: odd (test: 1)" in said
     )
     assert any(line.startswith("test: score") and "(60.00)" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "train, test, lines",
+    [
+        (
+            [["a"], ["b", "a"]],
+            [["a"], ["c"]],
+            ["labels without a training example cannot be learned: c (validation: 1, test: 1)"],
+        ),
+        (
+            [1.0, 2.0],
+            [2.0, 2.0],
+            [
+                "the task is regression, as labels are numbers with a point, such as 1.0; write "
+                "classes as 1",
+                "all labels of validation are equal: its correlations are undefined and count as 0",
+                "all labels of test are equal: its correlations are undefined and count as 0",
+            ],
+        ),
+    ],
+)
+def test_a_run_warns_of_labels_and_numbers_that_teach_nothing(
+    model, tmp_path, capfd, train, test, lines
+):
+    files = {"train.jsonl": [{"text": "stan", "label": label} for label in train]}
+    for name in ("valid.jsonl", "test.jsonl"):
+        files[name] = [{"text": "mill", "label": label} for label in test]
+    if isinstance(train[0], list):
+        files["meta.json"] = {"labels": ["a", "b", "c"]}
+    path = write_files(tmp_path / "films", files)
+    flags = ["--output", str(tmp_path / "out"), "--warmup", "0"]
+    run_main(["--model", str(model), "--dataset", path, *flags])
+    said = capfd.readouterr().out.splitlines()
+    found = [line.replace("warning: ", "") for line in said if line.startswith("films: ")]
+    assert [f"films: {line}" for line in lines] == [line for line in found if "step" not in line]

@@ -156,7 +156,7 @@ class FinetuneTask(ABC):
         """Return the number of texts or words of each label in `data`.
 
         Returns:
-            int64[labels], or None except in SC and TC.
+            int64[labels], or None in regression, QA and IR.
         """
         return None
 

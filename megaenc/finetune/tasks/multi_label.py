@@ -40,9 +40,9 @@ class MultiLabel(Classification):
         """
         return binary_cross_entropy_with_logits(outputs, targets, reduction="sum")
 
-    def count_labels(self, data: TokenizedTexts) -> None:
-        """Return None: texts have no single class, whose numbers could be compared."""
-        return
+    def count_labels(self, data: TokenizedTexts) -> np.ndarray:
+        """Return the number of texts with each label, int64[labels]."""
+        return data.columns["labels"].sum(0, dtype=np.int64)
 
     def _compute_probabilities(self, model: TaskModel, data: TokenizedTexts) -> np.ndarray:
         """Return the probability of each label, float32[n, labels]."""
