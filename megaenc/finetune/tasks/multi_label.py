@@ -45,10 +45,13 @@ class MultiLabel(Classification):
         return data.columns["labels"].sum(0, dtype=np.int64)
 
     def _compute_probabilities(self, model: TaskModel, data: TokenizedTexts) -> np.ndarray:
-        """Return the probability of each label, float32[n, labels]."""
-        probabilities = np.zeros((len(data), self.output_count), dtype=np.float32)
+        """Return the probability of each label, float64[n, labels].
+
+        In float32 those of many large logits would be equal.
+        """
+        probabilities = np.zeros((len(data), self.output_count))
         for rows, logits in self.predict(model, data, np.arange(len(data))):
-            probabilities[rows] = torch.sigmoid(logits).cpu().numpy()
+            probabilities[rows] = torch.sigmoid(logits.cpu().double()).numpy()
         return probabilities
 
     def calibrate(self, model: TaskModel, data: TokenizedTexts) -> None:
@@ -125,11 +128,11 @@ def choose_threshold(gold: np.ndarray, probabilities: np.ndarray) -> float:
     rounding changes no prediction, or half the smallest one. At least one label is predicted.
 
     Args:
-        gold: 1 for each label of a text, else 0, [texts, labels], not empty.
-        probabilities: Probability of each label, float32[texts, labels].
+        gold: 1 for each label of a text, else 0, [texts, labels], with at least one entry.
+        probabilities: Probability of each label, float64[texts, labels].
     """
     order = np.argsort(-probabilities, axis=None, kind="stable")
-    ranked = probabilities.flat[order].astype(np.float64)
+    ranked = probabilities.flat[order]
     right = np.cumsum(gold.flat[order])
     scores = 2 * right / (np.arange(1, gold.size + 1) + gold.sum())
     scores[:-1][ranked[:-1] == ranked[1:]] = -1  # no threshold is between equal probabilities

@@ -59,12 +59,17 @@ def test_the_threshold_with_the_best_score_is_chosen(evaluate):
     assert scores.baseline.keys() == {"score", *scores.metrics}
 
 
+def test_a_threshold_is_found_between_large_logits(evaluate):
+    scores = evaluate(np.where(GOLD, 20.0, 18.0), threshold="auto")
+    assert scores.score == 1 and scores.metrics["threshold"] > 0.99999
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_no_threshold_is_better(seed):
     """With equal probabilities, and also without a gold label."""
     random = np.random.default_rng(seed)
     gold = random.random((20, 3)) < 0.2 * seed
-    probabilities = random.integers(0, 12, (20, 3)).astype(np.float32) / 12
+    probabilities = random.integers(0, 12, (20, 3)) / 12
     threshold = choose_threshold(gold, probabilities)
     best = max(
         compute_f1(gold, probabilities >= value)["micro_f1"] for value in np.linspace(0, 1.1, 200)
