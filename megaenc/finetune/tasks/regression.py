@@ -11,6 +11,9 @@ from megaenc.finetune.tasks.base import Scores, TaskModel
 from megaenc.finetune.tasks.classification import Classification
 from megaenc.finetune.tokenized import TokenizedTexts
 
+_ROUNDING = 1e-5
+"""Range of predictions, relative to their size, up to which they count as constant."""
+
 
 class Regression(Classification):
     """FinetuneTask of regression on a text's pooled states, by mean squared error.
@@ -66,7 +69,9 @@ class Regression(Classification):
             "pearson": pearson_correlation(gold, predicted),
             "spearman": pearson_correlation(rank(gold), rank(predicted)),
         }
-        is_constant = (predicted == predicted[0]).all() and not (gold == gold[0]).all()
+        # Equal texts in other batches differ in their last bits.
+        scale = max(np.ptp(gold), np.abs(predicted).max())
+        is_constant = np.ptp(predicted) <= _ROUNDING * scale and np.ptp(gold) > 0
         return Scores(
             score=float(np.mean([*metrics.values()])),
             metrics=metrics,
@@ -88,7 +93,11 @@ def pearson_correlation(gold: np.ndarray, predicted: np.ndarray) -> float:
     """
     if (gold == gold[0]).all() or (predicted == predicted[0]).all():
         return 0.0
-    return float(np.clip(np.corrcoef(gold, predicted)[0, 1], -1, 1))
+    scaled = []
+    for numbers in (gold, predicted):
+        centred = numbers - numbers.mean()
+        scaled.append(centred / np.abs(centred).max())  # squares of tiny numbers would be 0
+    return float(np.clip(np.corrcoef(*scaled)[0, 1], -1, 1))
 
 
 def rank(numbers: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from scipy.stats import pearsonr, spearmanr
 
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import LabelledText
-from megaenc.finetune.tasks.regression import Regression
+from megaenc.finetune.tasks.regression import Regression, pearson_correlation
 
 TEXTS = ["The garden.", "The old man walked.", "Nobody came.", "A book", "Lyon and Paris"]
 GOLD = [4.75, 0.0, 2.5, 2.5, 5.0]
@@ -39,8 +39,16 @@ def test_scores_are_scipys(evaluate, predicted):
     assert scores.baseline == {"score": 0, "pearson": 0, "spearman": 0}
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1e38])
+def test_extreme_numbers_have_a_correlation(scale):
+    gold = scale * np.array([1.0, 2, 3])
+    assert pearson_correlation(gold, np.array([1.0, 2, 3])) == pytest.approx(1)
+
+
 def test_a_constant_prediction_of_different_numbers_is_a_collapse(evaluate):
     scores = evaluate([2.5] * 5)
     assert (scores.score, scores.collapsed) == (0, "constant prediction 2.5")
+    assert evaluate(2.5 + 1e-6 * np.arange(5)).collapsed == "constant prediction 2.5"
+    assert evaluate(2.5 + 1e-3 * np.arange(5)).collapsed is None
     scores = evaluate([2.5] * 2, EXAMPLES[2:4])
     assert (scores.score, scores.collapsed) == (0, None)
