@@ -15,6 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megaenc.data.sources.delimited_files import (
     find_other_delimiter,
     format_cell_count,
@@ -48,8 +50,9 @@ IOB2 = re.compile(r"O|[BI]-\S+")
 _WORD = re.compile(r"[^ \t\r\n]+")
 _POSITION = re.compile(r"-?\d{1,18}")
 _NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|nan|inf(inity)?)", re.IGNORECASE)
-_HIDDEN = "-1"
-"""Label of every row of a test split whose labels are not published, as in GLUE."""
+_MAX_NUMBER = float(np.finfo(np.float32).max)
+_HIDDEN = {"-1", "-1.0"}
+"""Spellings of the label of every row of a test split without published labels, as in GLUE."""
 EXPECTED_FORMATS = (
     "rows with text and label (SC, regression) or labels (multi_label), tokens and tags (TC) or "
     "question, context and answers (QA) in JSONL, TSV, CSV or Parquet, columns of words and tags "
@@ -436,7 +439,7 @@ _NO_CLASS = "found a number with a point, expected a class; numbers need --task 
 
 
 def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelSet) -> bool:
-    """Return whether all rows have the label -1, and no label of `labels` is -1.
+    """Return whether all rows have the label -1 or -1.0, as spelled none of `labels`.
 
     Test splits whose labels are not published have it, as in GLUE, as a number or as text, or as
     -1.0. Without rows the result is False.
@@ -444,11 +447,10 @@ def is_hidden_test(rows: Iterable[tuple[str, Mapping[str, Any]]], labels: LabelS
     Args:
         rows: (location, fields) pairs, of which only the field `label` is read.
     """
-    if _HIDDEN in labels.labels:
-        return False
+    hidden = _HIDDEN - set(labels.labels)
     has_rows = False
     for _, row in rows:
-        if str(row.get("label")).removesuffix(".0") != _HIDDEN:
+        if str(row.get("label")) not in hidden:
             return False
         has_rows = True
     return has_rows
@@ -507,7 +509,7 @@ def read_label_list(row: Mapping[str, Any], location: str) -> list[Any]:
 
 
 def parse_number(value: Any, location: str) -> float:
-    """Return the label `value` of regression, a finite number or its digits as text.
+    """Return the label `value` of regression, a number of float32 or its digits as text.
 
     Args:
         location: Start of the error, such as file:line.
@@ -524,6 +526,11 @@ def parse_number(value: Any, location: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise InputError(f"{location}: label {value}: expected a finite number")
+    if abs(number) > _MAX_NUMBER:
+        raise InputError(
+            f"{location}: label {value}: expected at most {_MAX_NUMBER:.2g} in size, as losses are "
+            "in float32"
+        )
     return number
 
 

@@ -187,6 +187,9 @@ def test_a_label_of_regression_is_a_finite_number(tmp_path, label):
     directory = write_splits(tmp_path / "set", "jsonl", labelled(0.5, label))
     with pytest.raises(InputError, match=r"train.jsonl:2: label .*: expected a (finite )?number"):
         find_dataset(directory).load_split("train")
+    directory = write_splits(tmp_path / "large", "jsonl", labelled(0.5, -1e39))
+    with pytest.raises(InputError, match=r"label -1e\+39: expected at most 3.4e\+38 in size"):
+        find_dataset(directory).load_split("train")
 
 
 def test_hidden_numbers_of_a_test_split_are_left_out(tmp_path, capsys):
@@ -305,6 +308,12 @@ def test_names_with_points_are_classes_if_one_is_no_number(tmp_path, labels):
     assert set(
         find_dataset(write_splits(tmp_path / "names", "csv", labelled(*labels))).labels
     ) == set(labels)
+
+
+def test_a_class_with_a_spelling_of_hidden_labels_is_none(tmp_path):
+    rows = labelled("-1.0", "good")
+    directory = write_splits(tmp_path / "set", "jsonl", rows, test=labelled("-1.0"))
+    assert labels_of(find_dataset(directory), "test") == [0]
 
 
 @pytest.mark.parametrize("form", FORMS)
