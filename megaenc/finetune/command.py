@@ -172,10 +172,14 @@ def _print_scores(directory: Path, family: TaskFamily, *, was_finished: bool) ->
         print_rank_0(f"validation score by step: {scores_text}; best: step {result.best_step:,}")
     for name, split in (("validation", result.validation), ("test", result.test)):
         values = {"score": split.score, **split.metrics}
-        values_text = ", ".join(
-            f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})"
-            for metric, value in values.items()
-        )
+        texts = []
+        for metric, value in values.items():
+            baseline = split.baseline[metric]
+            if metric == "threshold":  # a probability, no score in percent
+                texts.append(f"{metric} {value:.4f} ({baseline:.4f})")
+            else:
+                texts.append(f"{metric} {100 * value:.2f} ({100 * baseline:.2f})")
+        values_text = ", ".join(texts)
         print_rank_0(
             f"{name}: {values_text}"
             + (f"; worthless: {split.collapsed}" if split.collapsed else "")

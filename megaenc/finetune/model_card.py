@@ -79,6 +79,7 @@ def build_finetuned_card(
         f"| {split} | {metric} | {100 * value:.2f} |"
         for split, values in details["scores"].items()
         for metric, value in values.items()
+        if metric != "threshold"  # no score: `usage` has it
     )
     facts = {
         "base model": details["model"],
@@ -107,9 +108,9 @@ def build_finetuned_card(
         pair = '{"text": "a text", "text_pair": "another"}'
     usage = (
         _USAGE[family]
-        .replace("PAIR", pair)
         .replace("THRESHOLD", f"{details.get('threshold')}")
         .replace("WORDS", _SPACED_WORDS if needs_spaces else "words")
+        .replace("PAIR", pair)  # last, as it may have any word
     )
     return f"""---
 library_name: {"sentence-transformers" if is_retrieval else "transformers"}

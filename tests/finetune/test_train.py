@@ -24,6 +24,7 @@ from megaenc.finetune.grid.command import GridConfig, plan_grid
 from megaenc.finetune.grid.jobs import build_jobs
 from megaenc.finetune.job import RunProgress
 from megaenc.finetune.optimizer import count_training_steps
+from megaenc.finetune.results.summary import summary_main
 from megaenc.finetune.tasks.retrieval import RetrievalTask
 from megaenc.finetune.tasks.token_classification import TokenClassification
 from megaenc.finetune.train import SplitLoader, iterate_batches, train_and_evaluate
@@ -161,6 +162,15 @@ def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_pat
         said = capfd.readouterr().out.splitlines()
         assert [line for line in said if "are cut" in line] == ([] if seed else expected)
         assert said[-1].startswith("in brackets: majority class; ")
+
+
+def test_a_threshold_is_printed_as_a_probability_and_is_no_score(model, data, tmp_path, capfd):
+    alone(model, data / "multi_label", tmp_path, "--threshold", "auto")
+    printed = re.findall(r"threshold (0\.\d{4}) \(0\.5000\)", capfd.readouterr().out)
+    assert len(printed) == 2 and len(set(printed)) == 1
+    summary_main([str(tmp_path)])
+    said = capfd.readouterr().out
+    assert "macro_f1" in said and "threshold" not in said
 
 
 def planned(model, dataset, output, **protocol):

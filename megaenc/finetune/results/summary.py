@@ -177,7 +177,10 @@ def build_summary(
 
 
 def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[str]:
-    """Return the metrics of --metrics that every finished run of `members` has."""
+    """Return the metrics of --metrics that every finished run of `members` has.
+
+    The threshold of MULTI_LABEL is no score, and left out.
+    """
     metrics = [] if metrics_option == "standard" else [PAPER_SCORE]
     if metrics_option != "paper":
         finished = [
@@ -186,7 +189,7 @@ def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[s
         metrics += [
             name
             for name in (finished[0] if finished else ())
-            if all(name in of_run for of_run in finished)
+            if name != "threshold" and all(name in of_run for of_run in finished)
         ]
     return metrics
 
