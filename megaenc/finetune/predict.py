@@ -349,9 +349,11 @@ def predict(
                 )
             if family == TaskFamily.REGRESSION:
                 for row, number in zip(part, outputs[:, 0].tolist(), strict=True):
-                    predictions[row] = {"label": round(number, 6)}
+                    predictions[row] = {"label": float(f"{number:.7g}")}
             elif family == TaskFamily.MULTI_LABEL:
-                for row, probabilities in zip(part, outputs.sigmoid().tolist(), strict=True):
+                for row, probabilities in zip(
+                    part, outputs.double().sigmoid().tolist(), strict=True
+                ):
                     by_label = dict(zip(labels, probabilities, strict=True))
                     names = [label for label in labels if by_label[label] >= threshold]
                     predictions[row] = {"labels": names}
