@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megaenc.console import truncate_text
 from megaenc.data.sources.delimited_files import (
     find_other_delimiter,
     format_cell_count,
@@ -50,6 +51,8 @@ IOB2 = re.compile(r"O|[BI]-\S+")
 _WORD = re.compile(r"[^ \t\r\n]+")
 _POSITION = re.compile(r"-?\d{1,18}")
 _NUMBER = re.compile(r"[+-]?((\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?|nan|inf(inity)?)", re.IGNORECASE)
+_MAX_LENGTH = 60
+"""Maximum number of characters of a value in an error message."""
 _MAX_NUMBER = float(np.finfo(np.float32).max)
 _HIDDEN = {"-1", "-1.0"}
 """Spellings of the label of every row of a test split without published labels, as in GLUE."""
@@ -308,7 +311,7 @@ def _read_conll(path: Path) -> Iterator[Row]:
                     )
                 if not IOB2.fullmatch(parts[column]):
                     raise InputError(
-                        f"{path}:{line_number}: tag {parts[column]!r}: "
+                        f"{path}:{line_number}: tag {_shorten(parts[column])}: "
                         "expected IOB2: O, B-TYPE or I-TYPE"
                     )
                 first = first or line_number
@@ -418,12 +421,12 @@ class LabelSet:
             if 0 <= int(value) < len(self.labels):
                 return int(value)
             raise InputError(
-                f"{location}: label {value!r}: outside the label set, "
+                f"{location}: label {_shorten(value)}: outside the label set, "
                 f"expected 0 to {len(self.labels) - 1}"
             )
         if name not in self._indices:
             raise InputError(
-                f"{location}: label {value!r}: outside the label set, "
+                f"{location}: label {_shorten(value)}: outside the label set, "
                 f"expected one of {format_name_list(self.labels)}"
             )
         return self._indices[name]
@@ -468,7 +471,7 @@ def parse_label(value: Any, location: str) -> str:
     if isinstance(value, float):
         raise InputError(f"{location}: label {value}: {_NO_CLASS}")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
-        raise InputError(f"{location}: label {value!r}: expected text or an integer")
+        raise InputError(f"{location}: label {_shorten(value)}: expected text or an integer")
     return str(value)
 
 
@@ -519,17 +522,17 @@ def parse_number(value: Any, location: str) -> float:
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number and not (isinstance(value, str) and _NUMBER.fullmatch(value)):
-        raise InputError(f"{location}: label {value!r}: expected a number")
+        raise InputError(f"{location}: label {_shorten(value)}: expected a number")
     try:
         number = float(value)
     except OverflowError:  # an integer of hundreds of digits
         number = math.inf
     if not math.isfinite(number):
-        raise InputError(f"{location}: label {value}: expected a finite number")
+        raise InputError(f"{location}: label {_shorten(value)}: expected a finite number")
     if abs(number) > _MAX_NUMBER:
         raise InputError(
-            f"{location}: label {value}: expected at most {_MAX_NUMBER:.2g} in size, as losses are "
-            "in float32"
+            f"{location}: label {_shorten(value)}: expected at most {_MAX_NUMBER:.2g} in "
+            "size, as losses are in float32"
         )
     return number
 
@@ -591,7 +594,7 @@ def collect_labels(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, An
     scores = [name for name in names if "." in name or "e" in name.lower()]
     if scores and all(_NUMBER.fullmatch(name) for name in names):
         advice = "names of classes that look like numbers need a meta.json that lists them"
-        raise InputError(f"{names[scores[0]]}: label {scores[0]!r}: {_NO_CLASS}; {advice}")
+        raise InputError(f"{names[scores[0]]}: label {_shorten(scores[0])}: {_NO_CLASS}; {advice}")
     is_numeric = all(_POSITION.fullmatch(name) for name in names)
     # Sorted twice, because 1 and 01 are equal as numbers.
     return LabelSet(tuple(sorted(sorted(names), key=int if is_numeric else None)), is_indexed=False)
@@ -641,7 +644,7 @@ def check_tag(tag: Any, location: str, is_indexed: bool) -> Any:
     ):
         hint = "" if is_indexed else " (positions need a meta.json that lists the tags)"
         raise InputError(
-            f"{location}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE"
+            f"{location}: found {_shorten(tag)}, expected IOB2: O, B-TYPE or I-TYPE"
             f"{hint if isinstance(tag, int) else ''}"
         )
     return tag
@@ -815,7 +818,7 @@ def register_id(places: dict[str, str], key: str, location: str, kind: str = "id
     """
     if key in places:
         raise InputError(
-            f"{location}: {kind} {key!r}: found at {places[key]} too, expected unique ids"
+            f"{location}: {kind} {_shorten(key)}: found at {places[key]} too, expected unique ids"
         )
     places[key] = location
 
@@ -843,9 +846,15 @@ def get_value(row: Mapping[str, Any], key: str, location: str, kind: type = obje
 def format_name_list(names: Sequence[str]) -> str:
     """Return the first 12 names joined by commas, for an error message.
 
-    `and N more` follows if there are more.
+    `and N more` follows if there are more. A name has at most 60 characters.
     """
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    first_names = [truncate_text(name, _MAX_LENGTH) for name in names[:12]]
+    return ", ".join(first_names) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _shorten(value: Any) -> str:
+    """Return `repr(value)`, of at most 60 characters, for an error message."""
+    return truncate_text(repr(value), _MAX_LENGTH)
 
 
 def _format_value(value: Any) -> str:

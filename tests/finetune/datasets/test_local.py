@@ -155,6 +155,15 @@ def test_bad_lists_of_labels_are_one_line(tmp_path, value, message):
         find_dataset(directory).load_split("test")
 
 
+@pytest.mark.parametrize("task", ["SC", "regression", "multi_label"])
+@pytest.mark.parametrize("label", ["x" * 9000, [["x" * 9000]], 10**4000])
+def test_errors_of_long_labels_are_short(tmp_path, task, label):
+    directory = write_splits(tmp_path / "set", "jsonl", labelled("5"), test=labelled(label))
+    with pytest.raises(InputError) as error:
+        find_dataset(directory, task=task).load_split("test")
+    assert len(str(error.value)) < 300 + len(str(tmp_path))
+
+
 def test_vectors_of_two_labels_are_refused(tmp_path):
     vectors = [{"text": "x", "labels": value} for value in ([1, 0], [0, 1])]
     message = r"train.jsonl:2: found lists of 0 and 1 up to here, expected the names"
