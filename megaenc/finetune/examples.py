@@ -244,14 +244,14 @@ def split_by_fraction(
         groups.setdefault(get_split_key(examples[row]), []).append(row)
 
     splits: dict[SplitName, list[int]] = {"train": [], "validation": [], "test": []}
-    seen = 0
+    position = 0
     for rows in sorted(groups.values(), key=lambda rows: min(ranks[row] for row in rows)):
-        seen += len(rows)
+        position += len(rows)
         taken = Counter(label for row in rows for label in classes[row])
         smaller = min(("validation", "test"), key=lambda split: len(splits[split]))
         held_out = len(splits["validation"]) + len(splits["test"]) + len(rows)
         # The constant absorbs rounding.
-        if held_out <= 2 * fraction * seen + 1e-9 and all(
+        if held_out <= 2 * fraction * position + 1e-9 and all(
             count < counts[label] for label, count in taken.items()
         ):
             splits[smaller] += rows
@@ -262,7 +262,10 @@ def split_by_fraction(
 
 
 def get_split_key(example: LabelledText | TaggedWords | Question) -> str | tuple[str, ...]:
-    """Return what examples of one split of `split_by_fraction` share: text, words or context."""
+    """Return the text, words or context of an example.
+
+    Examples with the same are in one split of `split_by_fraction`. Of a pair it is the first text.
+    """
     if isinstance(example, LabelledText):
         return example.text
     return example.words if isinstance(example, TaggedWords) else example.context

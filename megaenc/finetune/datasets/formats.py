@@ -498,15 +498,15 @@ def read_label_list(row: Mapping[str, Any], location: str) -> list[Any]:
         )
     known = set()
     for label in value:
-        found = ""
+        problem = ""
         if isinstance(label, float):
-            found = _format_value(label)
+            problem = _format_value(label)
         elif repr(label) in known:  # a nested list cannot be hashed
-            found = f"{_format_value(label)} twice"
+            problem = f"{_format_value(label)} twice"
         known.add(repr(label))
-        if found:
+        if problem:
             raise InputError(
-                f"{location}: labels {_format_value(value)}: found {found}, {_EXPECTED_NAMES}"
+                f"{location}: labels {_format_value(value)}: found {problem}, {_EXPECTED_NAMES}"
             )
     return value
 
