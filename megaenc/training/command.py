@@ -16,10 +16,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     It is the command `megaenc pretrain`, in one process or as a worker of torchrun. It returns
     after the last step, or if --exit-interval or a callback ends the run, and exits with code 75 if
     a signal or time limit does, which also keeps torchrun from restarting it. InputErrors are
-    printed and exit with code 2.
+    printed on standard error and exit with code 2.
 
     Args:
-        argv: Words of the command line after the command; None for sys.argv's.
+        argv: Words of the command line after the command; None for sys.argv[1:].
         prog: Name of the command for --help and errors.
     """
     die_with_launcher()

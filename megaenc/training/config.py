@@ -46,6 +46,8 @@ _BatchSize = Annotated[int, Bounds(low=1, high=10_000_000)]
 def has_bf16() -> bool:
     """Return whether the detected device, GPU or CPU, has bfloat16 instructions.
 
+    On a GPU it initializes CUDA; emulated instructions do not count.
+
     Raises:
         InputError: There are more processes than accelerators on this machine.
     """
@@ -59,9 +61,9 @@ class PretrainConfig:
     """Flags of a pretraining run, which are also keys of --config.
 
     Schedule, length and batch sizes are here; others are in groups such as `data` and `optimizer`,
-    whose fields are flags without a prefix. `parse_config` builds it from a command line; `check`
-    tests whether the values fit each other. An instance may also be one phase of a run
-    (`phase_configs`).
+    whose fields are flags and keys without a prefix. All fields have defaults, and the constructor
+    checks nothing. `parse_config` builds it from a command line; `check` tests whether the values
+    fit each other. An instance may also be one phase of a run (`phase_configs`).
     """
 
     config: str = setting("", NOT_IN_IDENTITY)
@@ -260,8 +262,9 @@ class PretrainConfig:
     def check_rampup(self) -> None:
         """Raise InputError if `--rampup-batch-size` is malformed.
 
-        If given, it must have three numbers, whose increments lead to --global-batch-size in at
-        most a million steps.
+        If given, it must have three numbers: START INCREMENT SAMPLES. Increments must lead from
+        START to --global-batch-size, and SAMPLES be at most a million times START. Flags of
+        `phases` are ignored.
         """
         if self.rampup_batch_size is None:
             return
@@ -287,7 +290,10 @@ class PretrainConfig:
 
     @property
     def has_auto_micro_batches(self) -> bool:
-        """Return whether a phase has `--micro-batch-size auto`, to be measured by the run."""
+        """Return whether a phase has `--micro-batch-size auto`, to be measured by the run.
+
+        An `auto` of the run that all `phases` override does not count.
+        """
         return any(phase.settings.micro_batch_size == "auto" for phase in self.phase_configs)
 
     def with_micro_batch_sizes(self, sizes: Sequence[int]) -> "PretrainConfig":
@@ -296,6 +302,9 @@ class PretrainConfig:
         Args:
             sizes: Packs that a rank trains on at once: one number for each phase of `phases`, or a
                 single one without `phases`.
+
+        Raises:
+            ValueError: `sizes` has not one number for each of `phases`.
         """
         if not self.phases:
             return dataclasses.replace(self, micro_batch_size=sizes[0])
@@ -309,8 +318,8 @@ class PretrainConfig:
     def batch_sizes(self) -> BatchSizeSchedule:
         """Return the global batch size of each step, in packs.
 
-        It follows --global-batch-size and --rampup-batch-size of this object; those of `phases` are
-        ignored.
+        It follows --global-batch-size and --rampup-batch-size (see `check_rampup`) of this object;
+        those of `phases` are ignored.
         """
         return build_batch_sizes(self.global_batch_size, self.rampup_batch_size)
 
@@ -319,7 +328,7 @@ class PretrainConfig:
         """Return the global batch size in packs as text, such as `16`.
 
         If it changes during the run, the text has the smallest and largest value, such as `4 to
-        16`.
+        16`, also if the run ends before the largest.
         """
         sizes = []
         for phase in self.phase_configs:
@@ -351,7 +360,8 @@ class PretrainConfig:
     def kept_steps(self) -> frozenset[int]:
         """Return the steps whose checkpoints are saved and never deleted.
 
-        They are those of --save-steps and the last one of each phase but the last.
+        They are those of --save-steps, even after the run's end, and the last one of each phase but
+        the last.
         """
         borders = [phase.last_step for phase in self.phase_configs[:-1]]
         return frozenset((*self.output.save_steps, *borders))
@@ -370,7 +380,7 @@ class PretrainConfig:
     def schedule_text(self) -> str:
         """Return the objective schedule as text, such as clm:0.25,mlm:0.75.
 
-        It is --objective-schedule, or the objectives of `phases` with their steps, such as
+        It is --objective-schedule as given, or the objectives of `phases` with their steps, such as
         clm:100,mlm:300.
         """
         if not self.phases:
@@ -383,7 +393,7 @@ class PretrainConfig:
     def samples_after(self, step: int) -> int:
         """Return the number of samples (packs) that steps 1 to `step` read, on all ranks.
 
-        It is 0 for step 0. Each step after the run counts as one more of the last phase.
+        It is 0 for step 0. A step after the run counts like one more step of the last phase.
         """
         return sum(
             phase.settings.batch_sizes.first_sample(phase_steps + 1)
@@ -437,7 +447,8 @@ class PretrainConfig:
     def total_iters(self) -> int:
         """Return the number of training steps of the run, over all phases.
 
-        A branch of another run counts that run's steps up to the branch, too.
+        Steps of a branch continue those of its parent, so that this number and --train-iters
+        include the parent's up to the branch.
         """
         return self.phase_configs[-1].last_step
 
@@ -456,7 +467,7 @@ class PretrainConfig:
     def eval_every(self) -> int:
         """Return the number of steps between validations; 0 for none.
 
-        Without --eval-interval it is a tenth of the run, at least 1.
+        Without --eval-interval it is a tenth of the run's steps, rounded down, at least 1.
         """
         return (
             max(1, self.total_iters // 10)
@@ -539,13 +550,14 @@ def read_config_file(path: str, default: PretrainConfig | None = None) -> Pretra
     """Return a configuration with the YAML file at `path` applied to `default`.
 
     The preset of the file's `model` is applied before its other keys. A file that it names as
-    `config`, relative to it, is read before. Whether values fit each other is not checked.
+    `config`, relative to its directory, is read before. Whether values fit each other is not
+    checked.
 
     Args:
         default: Configuration to start from; None for all defaults.
 
     Raises:
-        InputError: The file cannot be read or is invalid.
+        InputError: A file cannot be read or is invalid, or `config` leads back to one.
     """
     return flags.read_config_file(default or PretrainConfig(), path, prepare=_prepare_defaults)
 
@@ -576,6 +588,8 @@ def _check_schedule(phases: Any, schedule: Any) -> None:
 
 def apply_preset(settings: PretrainConfig, name: str) -> PretrainConfig:
     """Return a copy of `settings` with the preset `name` as `model` and its `shape`.
+
+    Flags that changed the earlier shape are lost, --vocab-size too.
 
     Raises:
         InputError: There is no preset `name`.

@@ -112,7 +112,8 @@ class StartConfig:
     """Flags to start from a checkpoint of another run, and to skip first samples.
 
     The run is a branch of the other one (--branch-from: weights, optimizer and data position), or
-    takes only its weights (--init-from). Steps are those after which a checkpoint was saved.
+    takes only its weights (--init-from). --branch-at and --init-at are steps after which a
+    checkpoint was saved; the first is required, the second is the newest by default.
     """
 
     branch_from: str | None = None
@@ -283,8 +284,9 @@ class MonitoringConfig:
     def check(self, save: str, steps: int, world_size: int) -> None:
         """Raise InputError for flags of Weights & Biases and profiler that do not fit.
 
-        Flags of Weights & Biases need --wandb-project, which needs a directory; --profile needs
-        `save`, and its steps and ranks must be of the run. Callbacks are left to `parse_callbacks`.
+        Flags of Weights & Biases need --wandb-project, which needs `save` or --wandb-save-dir;
+        --profile needs `save`, and its steps and ranks must be of the run. Callbacks are left to
+        `parse_callbacks`.
 
         Args:
             save: Run directory; empty without one.

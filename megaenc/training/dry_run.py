@@ -34,9 +34,9 @@ _SAMPLED_STEPS = 100_000  # of a mixture
 def print_dry_run(plan: Plan) -> None:
     """Print the plan of a run on standard output of rank 0, for --dry-run.
 
-    It has model, layout, corpora, phases, objectives with estimated numbers of predicted tokens,
-    learning rate and validation. It needs no process group: other ranks return at once. Settings
-    that this machine or the one of --gpu does not support are printed, not raised.
+    It has model, layout, corpora, phases, objectives with numbers of predicted tokens estimated
+    from some packs, learning rate and validation. It needs no process group: other ranks return at
+    once. Settings that this machine or the one of --gpu does not support are printed, not raised.
     """
     if get_rank():
         return

@@ -39,8 +39,9 @@ _REPORTED_KEY = "megaenc/told"
 def call_on_all(function: Callable[[], Result]) -> Result:
     """Call `function` on all ranks, and return its result on this one.
 
-    All ranks call this together. It turns an InputError of any rank into one of all ranks. Another
-    error is raised on its rank only, and the others wait, see `abort_all_on_error`.
+    All ranks call this together, in a process group. It turns an InputError of any rank into one of
+    all ranks. Another error is raised on its rank only, and the others wait, see
+    `abort_all_on_error`.
 
     Raises:
         InputError: The error of the lowest rank that failed, on all ranks.
@@ -55,8 +56,8 @@ def call_on_all(function: Callable[[], Result]) -> Result:
 def broadcast_call(function: Callable[[], Result]) -> Result:
     """Call `function` on rank 0 only, and return its result on every rank.
 
-    All ranks call this together. The result must be picklable. An error other than InputError is
-    raised on rank 0 only, and the others wait, see `abort_all_on_error`.
+    All ranks call this together, in a process group. The result must be picklable. An error other
+    than InputError is raised on rank 0 only, and the others wait, see `abort_all_on_error`.
 
     Raises:
         InputError: The error of `function`, on every rank.
@@ -84,7 +85,7 @@ def check_same_plan(plan: Plan) -> None:
 
     All ranks call this together. Identity, rewinds, starting point, corpora of --valid-data-path,
     and all flags except --config, --data-path, --valid-data-path and --tokenizer are compared with
-    those of rank 0.
+    those of rank 0. The lowest rank that differs is named.
     """
     values = {
         name: value
@@ -105,10 +106,10 @@ def check_same_plan(plan: Plan) -> None:
 def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
     """End all ranks if one raises an error in the context, which all of them enter.
 
-    The rank that fails calls `clean_up` and raises. The others exit silently with code 2, even from
-    a collective, once that rank has called `clean_up`. An InputError that is no LocalInputError
-    must be raised by all ranks: it passes on each, without `clean_up`. In a run of one rank only a
-    LocalInputError calls `clean_up`.
+    The rank that fails calls `clean_up` and raises. Once `clean_up` has returned, the others exit
+    silently (os._exit) with code 2, even from a collective and without calling theirs. An
+    InputError that is no LocalInputError must be raised by all ranks: it passes on each, without
+    `clean_up`. In a run of one rank only a LocalInputError calls `clean_up`.
 
     Args:
         clean_up: Removes what this rank would leave behind.

@@ -24,9 +24,10 @@ _STATE_BYTES = 8  # of AdamW's moments of a parameter, which the first step allo
 def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
     """Return `plan` with each `auto` replaced by the most packs that fit.
 
-    It measures --micro-batch-size on accelerators. All ranks call this together, before the first
-    step. `engine` gets the new plan and enters its first phase; its weights stay as they are. Rank
-    0 prints the sizes.
+    It measures --micro-batch-size, which needs an accelerator; a size is 1 if not even one pack
+    fits. Call it only if a phase has `auto`. All ranks call this together, before the first step.
+    `engine` gets the new plan and enters its first phase; its weights stay as they are. Rank 0
+    prints the sizes.
     """
     state_size = sum(
         weight.numel() for group in engine.optimizer.param_groups for weight in group["params"]
@@ -71,7 +72,7 @@ def find_largest_batch(
     running out of memory counts as not fitting. Gradients are zero afterwards.
 
     Args:
-        candidates: Numbers of packs of a micro-batch, ascending.
+        candidates: Numbers of packs of a micro-batch, one or more, ascending; tried by bisection.
         room: Bytes of this rank's device that tensors may have at the peak, existing ones such as
             weights included. Subtract what is allocated later, such as moments of the first step.
         packs: Data set; None for that of the first phase.
@@ -107,8 +108,8 @@ def measure_peak(
 ) -> float:
     """Return the peak bytes of tensors in a micro-batch, forward and backward.
 
-    All tensors on this rank's accelerator count, weights included. torch's peak statistics are
-    reset. Gradients are zero afterwards.
+    All ranks call this together. All tensors on this rank's accelerator count, weights included.
+    torch's peak statistics are reset. Gradients are zero afterwards.
 
     Args:
         samples: Indices of the samples of the micro-batch.
@@ -124,7 +125,10 @@ def measure_peak(
 
 
 def discard_batch(engine: Engine) -> None:
-    """Free the accelerator memory of a tried micro-batch, and set gradients to zero."""
+    """Free the accelerator memory of a tried micro-batch, and set gradients to zero.
+
+    Nothing is communicated. torch's cache is emptied, too.
+    """
     engine.zero_grad()
     gc.collect()
     torch.cuda.empty_cache()
@@ -133,7 +137,8 @@ def discard_batch(engine: Engine) -> None:
 def largest_indexable(shape: ModelConfig, seq_length: int) -> int:
     """Return the most packs of a micro-batch that 32-bit kernels can index.
 
-    The widest activation then has at most MAX_TENSOR_SIZE elements. It is 0 if one pack has more.
+    The widest activation, MLP input or queries without tensor parallelism, then has at most
+    MAX_TENSOR_SIZE elements. It is 0 if one pack has more.
 
     Args:
         seq_length: Tokens of a pack.

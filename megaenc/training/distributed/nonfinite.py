@@ -80,8 +80,8 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
 def report_skipped_step(engine: Engine, step: int, metrics: BatchSums, skipped_count: int) -> None:
     """Print on rank 0 why `step` was skipped, or end the run after too many.
 
-    All ranks call this together, after the step. Gradients are zero afterwards. See
-    `diagnose_nonfinite_step`.
+    All ranks call this together, after the step. The text goes to standard output. Gradients are
+    zero afterwards. See `diagnose_nonfinite_step`.
 
     Args:
         metrics: Sums of the step over all ranks.

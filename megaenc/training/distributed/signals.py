@@ -19,8 +19,9 @@ class SignalHandler:
 
     The signals are SIGTERM, SIGINT and SIGUSR1; a second SIGINT kills at once. Nothing is
     interrupted: after each step all ranks sum their `votes`, and `stop_reason` is the same for all.
-    After a request the signals are ignored from the end of the context on; without one their
-    earlier handlers are restored. It is for the main thread of each rank.
+    After a request to this rank, or one that ends the run, the signals are ignored from the end of
+    the context on; else their earlier handlers are restored. It is for the main thread of each
+    rank.
     """
 
     def __init__(self, minutes: float | None, handle_signals: bool = True) -> None:
@@ -59,8 +60,9 @@ class SignalHandler:
         """Return this rank's request to stop as numbers, to be summed over all ranks.
 
         There is a 1 for its reason, if there is a request, and 0 for all others; reasons are
-        SIGTERM, SIGINT, SIGUSR1 and the time limit, in this order. The list is empty, on all ranks,
-        if there can be no request.
+        SIGTERM, SIGINT, SIGUSR1 and the time limit, in this order. Of several requests the last
+        signal counts, else the time limit. The list is empty, on all ranks, if neither signals nor
+        a time limit are set up.
         """
         if not self._signals and self._deadline is None:
             return []
@@ -71,7 +73,7 @@ class SignalHandler:
     def stop_reason(self, votes: Sequence[float]) -> str | None:
         """Return the signal or time limit that ends the run, the same on all ranks.
 
-        Of several reasons the time limit counts, else the signal with the highest number. The
+        Of several reasons the time limit counts, else SIGTERM before SIGUSR1 before SIGINT. The
         result is kept for `wait_for_launcher`.
 
         Args:

@@ -73,10 +73,11 @@ class Watchdog:
 
     Each rank enters one, in its main thread, when the process group exists. The stacks of each rank
     go to `directory`/rank_00003.txt, created or appended to; without a directory (None) those of
-    one rank at each position go to standard error. The exit code is 70. A thread makes the other
-    ranks do the same and waits for them, because a launcher kills all ranks when the first exits.
-    One rank prints a line with each rank's position. If the hanging thread holds the GIL,
-    `faulthandler` writes the stacks to standard error `fallback_delay` later and exits with code 1.
+    one rank at each position (line of code and activity) go to standard error. The exit code is 70.
+    A thread makes the other ranks do the same and waits for them, because a launcher kills all
+    ranks when the first exits. One rank prints a line with each rank's position there. If the
+    hanging thread holds the GIL, `faulthandler` writes the stacks to standard error
+    `fallback_delay` later and exits with code 1.
     """
 
     def __init__(self, minutes: float, directory: Path | None) -> None:
@@ -106,6 +107,8 @@ class Watchdog:
 
     def beat(self, kind: str, step: int) -> None:
         """Restart the time limit, as an activity begins.
+
+        Only call it inside the context, whose end also ends the time limit.
 
         Args:
             kind: Kind of activity, any text such as "save"; the first of a kind gets the
@@ -300,7 +303,8 @@ def format_activity(kind: str, step: int) -> str:
     """Return an activity as text such as `save of step 5`.
 
     Args:
-        kind: Kind of `Watchdog.beat`; one that has no step, such as start, is returned as it is.
+        kind: Kind of `Watchdog.beat`; one other than step, save, load, diagnosis, rewind and
+            validation, such as start, has no step and is returned as it is.
     """
     return f"{_ACTIVITY_PREFIXES[kind]}step {step}" if kind in _ACTIVITY_PREFIXES else kind
 
@@ -324,7 +328,10 @@ def _format_ranks(ranks: list[int]) -> str:
 
 
 class ProgressBeats(Callback):
-    """Callback that tells the watchdog what the run is doing."""
+    """Callback that tells the watchdog what the run is doing.
+
+    It beats before each step, validation and save.
+    """
 
     def before_step(self, step: int) -> None:
         self.trainer.watchdog.beat("step", step)
