@@ -50,9 +50,9 @@ class BatchSums:
 
     `loss_count` is the divisor of `loss_sum`; `predicted` counts tokens, and `correct` those whose
     most likely token is the label; `flops` are those of matrix products, forward and backward, also
-    if only the forward pass ran; `group_sums` has losses and tokens by TokenGroups, float64[2, G].
-    Sums of one rank have tensors on its device, so that the host does not wait for it; `reduce`
-    returns those of all ranks as numbers.
+    if only the forward pass ran; `group_sums` has losses and tokens by TokenGroups, float64[2, G],
+    with G = 0 without groups. Sums of one rank have tensors on its device, so that the host does
+    not wait for it; `reduce` returns those of all ranks as numbers.
     """
 
     loss_sum: float | torch.Tensor = 0.0
@@ -76,7 +76,10 @@ class BatchSums:
 
     @property
     def loss(self) -> float | None:
-        """Return loss_sum / loss_count, the mean loss; None if `loss_count` is 0."""
+        """Return loss_sum / loss_count, the mean loss; None if `loss_count` is 0.
+
+        Before `reduce` it is a tensor on the device.
+        """
         return self.loss_sum / self.loss_count if self.loss_count else None
 
     @property
@@ -118,8 +121,9 @@ class TrainStepResult:
     """Result of `Engine.train_step`, equal on all ranks.
 
     `metrics` are sums over all ranks; `grad_norm` is the norm before clipping, divided by
-    `loss_count`; `is_applied` is False if loss or gradient are not finite, so that weights and
-    optimizer are unchanged; `votes` are sums over all ranks.
+    `loss_count` (by 1 if that is 0), also if it is not finite; `is_applied` is False if loss or
+    gradient are not finite, so that weights and optimizer are unchanged; `votes` are sums over all
+    ranks.
     """
 
     metrics: BatchSums
@@ -137,8 +141,8 @@ class Engine:
     It trains the steps of `plan` and evaluates. `chunks` are the rank's parts of the model in
     DistributedDataParallel, one unless pipeline stages are interleaved; `optimizer` is
     megatron-core's, `shards` are the parts of their weights that it updates, and `always_frozen`
-    the indices of those that no phase trains. `init_distributed` must have been called. Most
-    methods are collective.
+    the indices in `shards` of weights that no phase trains. `init_distributed` must have been
+    called. Most methods are collective.
     """
 
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
@@ -251,7 +255,8 @@ class Engine:
     def enter_phase(self, step: int) -> None:
         """Set rotary base, batch sizes and frozen weights to those of the phase of `step`.
 
-        Steps are 1, 2, ...; 0 is in the first phase. Nothing is communicated.
+        Steps are 1, 2, ...; 0 is in the first phase. Nothing is communicated. `train_step` calls
+        it.
         """
         settings = self.plan.settings.phase_at(step).settings
         self.sampler = dataclasses.replace(
@@ -266,8 +271,8 @@ class Engine:
     def gather_parameters(self) -> None:
         """Gather the weights that other ranks of a distributed optimizer update.
 
-        All ranks call this together, after weights were loaded. Without --use-distributed-optimizer
-        nothing is done.
+        All ranks call this together, when each has loaded the model's weights that it updates.
+        Without --use-distributed-optimizer nothing is done.
         """
         if self.layout.use_distributed_optimizer:
             for chunk in self.chunks:
@@ -281,14 +286,15 @@ class Engine:
     ) -> TrainStepResult:
         """Train on the batch of `step` (1, 2, ...), but skip a non-finite update.
 
-        All ranks call this together.
+        All ranks call this together. It enters the phase of `step`. Gradients are set to zero
+        before, not after.
 
         Args:
             votes: Returns numbers of this rank to be summed over all ranks, equally many on each.
                 It is called when the work of the step is given to the device, so that a signal
                 during the step counts in it.
             before_optimizer: Called with the sums over all ranks, when all gradients are reduced,
-                neither divided nor clipped yet.
+                neither divided nor clipped yet, also before an update that is skipped.
         """
         plan = self.plan
         self.step_timers = StepTimers()
@@ -331,8 +337,8 @@ class Engine:
     def relative_load(self, step: int) -> float:
         """Return this rank's tokens of `step`, divided by the mean of data-parallel ranks.
 
-        It is 1 for equal loads. Tokens that only fill micro-batches count for this rank, not in the
-        mean.
+        It is 1 for equal loads. Nothing is communicated. Tokens that only fill micro-batches count
+        for this rank, not in the mean.
         """
         specs = self.micro_batch_specs(step)
         mean_packs = (
@@ -390,7 +396,8 @@ class Engine:
         """Return the sample indices of each micro-batch of this rank in `step`.
 
         They are indices of packs in the data order, without skipped ones. Data-parallel ranks
-        divide the batch; those of a replica have the same. A micro-batch may be empty.
+        divide the batch; those of a replica have the same. A micro-batch may be empty. Under a sum
+        of objectives each is listed once.
         """
         sizes = {"global_batch_size": self.plan.batch_size(step)}
         sizes["micro_batch_size"] = self.plan.settings.phase_at(step).settings.packs_at_once
@@ -452,7 +459,7 @@ class Engine:
     def no_grad_reduction(self) -> Iterator[None]:
         """Disable gradient reduction between model replicas inside the context.
 
-        All ranks enter it together. At its end gradients are set to zero.
+        All ranks enter it together. At its end, also after an error, gradients are set to zero.
         """
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
@@ -504,7 +511,7 @@ class Engine:
         """Return the sums over all ranks under `objective` over packs 0 to `samples` - 1.
 
         All ranks call this together. Batches are those of the phase entered last, and masks are the
-        same in each call. Gradients are neither computed nor changed.
+        same in each call. Gradients are neither computed nor changed, and dropout is off.
 
         Args:
             packs: Data set.
@@ -538,7 +545,7 @@ class Engine:
         """Run this rank's micro-batches forward and, if `train`, backward.
 
         All ranks call this together; those of a model replica have equally many `specs`. Gradients
-        are added to, weights are not updated.
+        are added to, and reduced over ranks unless in `no_grad_reduction`; weights are not updated.
 
         Args:
             specs: Micro-batches, 1 or more, all with equal groups.
@@ -577,7 +584,8 @@ class Engine:
         """Return this stage's output of the next micro-batch, and its loss function.
 
         It is a `forward_step_func` of megatron-core's schedules, which call the loss function on
-        the last stage and collect its third result, the BatchSums.
+        the last stage with the output. The function returns the summed loss, zero and the
+        BatchSums, which they collect.
 
         Args:
             iterator: Micro-batches, from which one is taken.
@@ -615,8 +623,8 @@ class Engine:
 def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
     """Return the sums of losses and of predicted tokens of each token group.
 
-    Groups are in the order of TokenGroups. A corpus has all tokens of a pack, which are summed as a
-    slice, in a fixed order.
+    Groups are in the order of TokenGroups. All tokens of a pack are of one corpus, and are summed
+    as a slice, in a fixed order.
 
     Args:
         batch: Micro-batch with `groups`.
@@ -646,8 +654,9 @@ def finalize_summed_grads(
 ) -> None:
     """Reduce gradients as megatron-core does, but leave them undivided sums.
 
-    It is a `finalize_model_grads_func`. `num_tokens` is ignored: the optimizer's step divides by
-    the number of tokens, which all ranks know without another reduction.
+    It is a `finalize_model_grads_func`. `options` are passed on, `num_tokens` is ignored: the
+    optimizer's step divides by the number of tokens, which all ranks know without another
+    reduction.
     """
     finalize_model_grads(model, None, **options)
 

@@ -141,13 +141,13 @@ for _style in (linear, cosine, minus_sqrt, exponential):  # as in megatron-core
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Learning rate of a step: linear warm-up, constant peak, then a decay.
+    """Learning rate by step: linear warm-up, constant peak, then a decay.
 
-    `warmup`, `decay` and `total` are numbers of steps, `style` a name in DECAY_STYLES. For steps n
-    = 1..total: peak * n / warmup for n <= warmup, then peak, then min_lr + (peak - min_lr) * f(r)
-    over the last `decay` steps, where r = (n - 1 - (total - decay)) / decay and f is the decay
-    style; the first of them still has the peak. megatron-core's warm-up is one step later, so that
-    its first step has the rate zero.
+    `warmup`, `decay` and `total` are numbers of steps, `style` a name in DECAY_STYLES. Called with
+    a step n = 1..total, it returns peak * n / warmup for n <= warmup, then peak, then min_lr +
+    (peak - min_lr) * f(r) over the last `decay` steps, where r = (n - 1 - (total - decay)) / decay
+    and f is the decay style; the first of them still has the peak. megatron-core's warm-up is one
+    step later, so that its first step has the rate zero.
 
     Raises:
         InputError: Warm-up and decay exceed `total`, or the style is unknown.
@@ -207,7 +207,8 @@ class LearningRateSchedule:
         Fractions of the run are resolved to whole steps.
 
         Raises:
-            InputError: The flags do not fit together, or the decay style is unknown or fails.
+            InputError: The flags do not fit together, or the decay style is unknown, raises an
+                error or returns no finite number.
         """
         style = config.lr_decay_style
         shape = {
@@ -242,9 +243,10 @@ class LearningRateSchedule:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return the schedule as JSON-ready entries of a run's identity, by flag name.
+        """Return the schedule as JSON-ready entries of a run's identity, by field name.
 
-        The number of steps, `train_iters`, is not among them. `from_identity` reads them.
+        They are such as lr_warmup_iters. The number of steps, `train_iters`, is not among them.
+        `from_identity` reads them.
         """
         entries = {
             "lr": self.peak,
@@ -300,9 +302,10 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True)
 class PhasedSchedule:
-    """Learning rate of a step in a run whose phases have schedules of their own.
+    """Learning rate by step in a run whose phases have schedules of their own.
 
-    `parts` has one for each phase, in order, each over its `total` steps.
+    `parts` has one for each phase, in order, each over its `total` steps. Steps of a call count
+    from 1 over all phases.
     """
 
     parts: tuple[LearningRateSchedule, ...]
@@ -358,9 +361,9 @@ def resolve_steps(
     """Return a number of steps given as a number or as a fraction of the run.
 
     Args:
-        flag: Beginning of both flags without hyphens, such as lr-warmup for --lr-warmup-iters and
-            --lr-warmup-fraction.
-        iters: Value of the first flag, which is returned; None if it is not given.
+        flag: Beginning of both flags without the leading hyphens, such as lr-warmup for
+            --lr-warmup-iters and --lr-warmup-fraction.
+        iters: Value of the first flag, which is returned unchecked; None if it is not given.
         fraction: Value of the second, a fraction of `total`; None if it is not given.
         total: Steps of the run; its product with the fraction is rounded, halves up.
         default: Fraction if neither is given.

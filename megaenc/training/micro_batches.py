@@ -27,9 +27,9 @@ class TokenGroups:
     """Groups of predicted tokens whose losses a validation also reports.
 
     A token is in one range of positions (0-127, 128-255, 256-511, ...) and in one corpus; the
-    corpora of a pattern in --data-path count as one. Positions count from the document's start in
-    the pack. `starts` has the first position of each range, `corpora` the names of the corpora.
-    Groups are indexed from 0, ranges before corpora; `len` is their number.
+    corpora of a pattern in --data-path count as one, named by the pattern. Positions count from the
+    document's start in the pack. `starts` has the first position of each range, `corpora` the names
+    of the corpora. Groups are indexed from 0, ranges before corpora; `len` is their number.
     """
 
     starts: tuple[int, ...]
@@ -55,6 +55,8 @@ class TokenGroups:
     def find_ranges(self, positions: np.ndarray) -> np.ndarray:
         """Return whether each token is in each range of positions, bool[N, len(starts)].
 
+        The last range has no end.
+
         Args:
             positions: Positions of the tokens in their documents, from 0, int[N].
         """
@@ -78,7 +80,7 @@ class TokenGroups:
 
         Returns:
             Such as {"by_position": {"0-127": 2.5, "128-255": 2.25}, "by_corpus": {...}}. Groups
-            without tokens are left out, and so is an entry with fewer than two groups.
+            without tokens are left out, and so is an entry with fewer than two left.
         """
         ranges = [f"{start}-{max(2 * start, FIRST_RANGE) - 1}" for start in self.starts]
         range_count = len(ranges)
@@ -126,7 +128,7 @@ class MicroBatch:
         """Return (start, prefix end, stop) of each document, as token indices of the row.
 
         The prefix end is `stop` under bidirectional and `start` under causal attention. Documents
-        that only fill the row are left out.
+        that only fill the row are left out. The device is not synchronized.
         """
         return self.packing.spans()[: len(self.packing.documents) - self.fill_documents]
 
@@ -147,7 +149,7 @@ def build_micro_batch(
     Args:
         packs: Data set of packs of one length.
         samples: Indices of the packs in `packs`; may be empty if `length` is given.
-        objective: Objective whose targets are drawn under `seed`.
+        objective: Objective whose targets are drawn under `seed`, independently of the other packs.
         device: Device of the tensors.
         groups: Groups of predicted tokens, for packs of a BlendedDataset; None in training.
         weight: Factor of the losses and of their divisor, `loss_count`.
@@ -229,7 +231,10 @@ def _join(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor | None:
 
 
 class MicroBatchSpec(NamedTuple):
-    """Arguments of `build_micro_batch` except the device; samples are a tuple."""
+    """Arguments of `build_micro_batch` in order, without `device`.
+
+    `samples` are a tuple, so that specs can be compared by ==.
+    """
 
     packs: PackedDataset
     samples: tuple[int, ...]
@@ -329,7 +334,7 @@ class Prefetcher:
         """Yield `build(key)` for each of `keys` in order.
 
         The iterator must be consumed completely before the next call. Errors of `build` are raised
-        when their key is due.
+        when their key is due, and end the iterator; the next call is possible.
 
         Args:
             next_keys: Likely keys of the next call, which it begins to build.

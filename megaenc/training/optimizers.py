@@ -78,9 +78,10 @@ class _ShardAwareOptimizer(GroupStepAdamW):
     device = torch.device("cpu")
 
     def begin_steps(self) -> None:
-        """Begin a step of each group, and divide the gradients by `grad_scale`.
+        """Count a step in each group, and divide the gradients by `grad_scale`.
 
-        They are divided in place, as not only AdamW reads them, and `grad_scale` is 1 afterwards.
+        Missing state is created as zeros. Gradients are divided in place, as not only AdamW reads
+        them, and `grad_scale` is 1 afterwards.
         """
         for group in self.param_groups:
             self.begin_step(group)
@@ -110,7 +111,8 @@ class StableAdamW(_ShardAwareOptimizer):
         """Update all parameters by one StableAdamW step.
 
         All ranks call this together, with all gradients but those of `frozen`. They are divided by
-        `grad_scale` in place, which is 1 again afterwards; `closure` is ignored.
+        `grad_scale` in place, which is 1 again afterwards; `closure` is ignored, and nothing
+        returned.
         """
         self.begin_steps()
         group = self.param_groups[0]
@@ -167,9 +169,9 @@ class Muon(_ShardAwareOptimizer):
     Liu et al. 2025 (arXiv 2502.16982): W -= lr * (0.2 sqrt(max(rows, columns)) *
     orthogonalize(Nesterov momentum) + weight_decay * W), so that learning rate and weight decay of
     AdamW apply. Projections of query, key, value, gate and up are separate matrices. Each
-    data-parallel rank orthogonalizes some of the matrices. `build_optimizer` makes it. `exp_avg` is
-    the momentum; `exp_avg_sq`, which stays zero, is only kept because megatron-core's checkpoints
-    hold both for all weights.
+    data-parallel rank orthogonalizes some of the matrices. `build_optimizer` makes it. In the state
+    of a matrix `exp_avg` is the momentum; `exp_avg_sq`, which stays zero, is only kept because
+    megatron-core's checkpoints hold both for all weights.
     """
 
     momentum: float = 0.95
@@ -184,7 +186,8 @@ class Muon(_ShardAwareOptimizer):
         """Update all parameters by one step of Muon or AdamW.
 
         All ranks call this together, with all gradients but those of `frozen`. They are divided by
-        `grad_scale` in place, which is 1 again afterwards; `closure` is ignored.
+        `grad_scale` in place, which is 1 again afterwards; `closure` is ignored, and nothing
+        returned.
         """
         self.begin_steps()
         for index, group in enumerate(self.param_groups):
@@ -352,7 +355,7 @@ class _RangeExchange:
         All ranks of the group call this together.
 
         Args:
-            parts: This rank's part of each matrix; None if it has none.
+            parts: This rank's part of each matrix of the round, of any shape; None if it has none.
             dtype: Data type of the parts and of the result.
         """
         sent = [torch.empty(0, dtype=dtype, device=device)] + [
@@ -365,12 +368,12 @@ class _RangeExchange:
         return local_matrix
 
     def from_owner(self, local_matrix: torch.Tensor) -> list[torch.Tensor]:
-        """Return this rank's part of each matrix, flat; empty if it has none.
+        """Return this rank's part of each matrix of the round, flat.
 
-        All ranks of the group call this together.
+        All ranks of the group call this together. A part is an empty tensor if this rank has none.
 
         Args:
-            local_matrix: Matrix that this rank owns; empty if it owns none.
+            local_matrix: Matrix that this rank owns, of any shape; an empty tensor if it owns none.
         """
         parts = local_matrix.new_empty(sum(self._updated))
         dist.all_to_all_single(
@@ -385,7 +388,8 @@ def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     Its singular values are about 0.7 to 1.2, those near zero less. Zeros stay zero.
 
     Args:
-        matrix: Matrix [rows, columns] of any floating data type, which is that of the result.
+        matrix: Matrix [rows, columns] of any floating data type, which is that of the iterations
+            and the result.
         steps: Number of Newton-Schulz iterations, such as 5.
     """
     a, b, c = _NEWTON_SCHULZ
@@ -405,7 +409,8 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Return megatron-core's optimizer of this rank's model chunks.
 
-    It is built around AdamW, StableAdamW or Muon by --optimizer. All ranks call this together.
+    It is a ChainedOptimizer of one element, built around AdamW, StableAdamW or Muon by --optimizer.
+    All ranks call this together.
 
     Args:
         settings: Flags of the run, of which optimizer, learning rate and layout count.

@@ -65,8 +65,9 @@ _SAMPLE_FIELDS = ("data", "split", "packing", "data_order", "seq_length", "seed"
 def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunInit:
     """Return the starting point of a run: new weights, a branch, or weights of a run.
 
-    It is the one recorded in --save if the flags name the same one and there are checkpoints, else
-    that of --branch-from or --init-from. No weights are loaded; each rank calls it for itself.
+    It is the one recorded in --save if the flags name the same run, kind and step (or no step) and
+    there are checkpoints, else that of --branch-from or --init-from. No weights are loaded; each
+    rank calls it for itself.
 
     Args:
         given: Names of the fields whose values were given (None: all). Rotary positions among them
