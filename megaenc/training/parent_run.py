@@ -99,7 +99,8 @@ def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunIni
 def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
     """Return a copy of `settings` with step and skipped samples of `start` as flags.
 
-    These are --branch-at or --init-at, and --skip-samples, which the user may have left out.
+    These are --branch-at or --init-at, and --skip-samples, which the user may have left out. For
+    new weights only the last may change.
     """
     field_name = {"branch": "branch_at", "weights": "init_at"}.get(start.kind)
     values = ({field_name: start.at} if field_name else {}) | {
@@ -113,8 +114,8 @@ class ParentRun:
 
     The constructor raises InputError if it is no run directory, or that of the new run. Attributes
     are `settings` (its flags), `identity` (what its weights depend on, by name), `start` (its own
-    starting point), `skipped` (its skipped packs), `checkpoints`, `is_converted` (weights of a
-    Hugging Face model without optimizer state) and `flag` (beginning of errors).
+    starting point), `skipped` (its skipped packs), `checkpoints` (CheckpointDir), `is_converted`
+    (weights of a Hugging Face model without optimizer state) and `flag` (beginning of errors).
     """
 
     def __init__(self, flag: str, run: str, save: str):
@@ -164,7 +165,7 @@ class ParentRun:
             PROGRESS_FIELDS by name, and a SkippedPacks as `skip_packs`.
 
         Raises:
-            InputError: The checkpoint is damaged or lacks one of them.
+            InputError: The checkpoint is missing or damaged, or lacks one of them.
         """
         try:
             values = self.checkpoints.read_state(step)
@@ -206,8 +207,8 @@ class ParentRun:
         Args:
             names: Entries to compare, such as data and seed; a missing one equals None.
             reason: End of the error, after the difference.
-            step: Step of this run whose values are compared with those of the plan's first step, if
-                they change by phase; None to compare those of the last phases.
+            step: Step of this run whose values are compared with those of step 1 of `plan`, if they
+                change by phase; None to compare those of the last phases.
         """
         parents = self.identity
         current = plan.identity
@@ -300,9 +301,10 @@ def _init_branch(plan: Plan, parent: ParentRun) -> RunInit:
 def identity_at(identity: dict[str, Any], step: int) -> dict[str, Any]:
     """Return a copy of a run's identity with the values of the phase of `step`.
 
-    They replace those of the last phase, which `identity` has outside `phases`. Steps count from 1;
-    those after the run have the values of the last phase. The copy keeps `phases`, and also has the
-    phase's `last_step`, so compare single entries. Without `phases` it equals `identity`.
+    They replace those of the last phase, which `identity` has outside `phases`. Steps count from 1
+    (0 is in the first phase); those after the run have the values of the last phase. The copy keeps
+    `phases`, and also has the phase's `last_step`, so compare single entries. Without `phases` it
+    equals `identity`.
     """
     rows = identity.get("phases", [])  # converted models have no steps
     return identity | next(
@@ -426,7 +428,8 @@ def _check_learning_rate(
 def first_differing_step(schedule: Schedule, reference: Schedule, last: int) -> int | None:
     """Return the first step in which two schedules train different objectives.
 
-    Steps 1 to `last`, inclusive, are compared; None if they are all equal.
+    Objectives differ if their options or weights do. Steps 1 to `last`, inclusive, are compared;
+    None if they are all equal.
 
     Raises:
         ValueError: A schedule ends before `last` and before the first difference.

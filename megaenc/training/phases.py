@@ -51,7 +51,7 @@ class BatchSizeSchedule:
     """Global batch size of each step in packs: a ramp-up, then `full`.
 
     `starts` has the first sample, from 0, of each step of the ramp-up and of the first step with
-    `full` packs.
+    `full` packs: (0,) without a ramp-up.
     """
 
     full: int
@@ -176,7 +176,8 @@ def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "Pre
     defaults.
 
     Args:
-        values: New values by field name, which are not applied here. None replaces nothing.
+        values: New values by field name, also of fields in groups such as `data`. They are not
+            applied here; a value None replaces nothing.
     """
     replaced = set()
     for given, value in values.items():

@@ -38,10 +38,11 @@ from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 class Plan:
     """Resolved run: settings, data, schedules, starting point and skipped packs.
 
-    `build_plan` makes it, equal on all ranks. `data` is that of the last phase, `earlier_data`
-    those of the phases before, if phases have different data; `rewinds` has the packs that each
-    rewind has added to `skipped`, as text. Steps count from 1, samples (packs in the data order)
-    from 0.
+    `build_plan` makes it, equal on all ranks. `schedule` has the objectives by step,
+    `learning_rate` is a function of the step, and `start` a RunInit. `data` is that of the last
+    phase, `earlier_data` those of the phases before, if phases have different data; `rewinds` has
+    the packs that each rewind has added to `skipped`, as text. Steps count from 1, samples (packs
+    in the data order) from 0.
     """
 
     settings: PretrainConfig
@@ -90,7 +91,8 @@ class Plan:
     def data_at(self, step: int) -> RunData:
         """Return the data of the phase that trains `step` (1, 2, ...); of 0, the first.
 
-        Its `train[s]` is the pack of sample s of the run, for the samples of the phase.
+        After the run it is the last phase. `train[s]` of the result is the pack of sample s of the
+        run, for the samples of the phase.
         """
         return self._data_by_phase[self.settings.phase_configs.index(self.settings.phase_at(step))]
 
@@ -139,7 +141,8 @@ class Plan:
     def validation_objectives(self) -> dict[str, Objective]:
         """Return the objectives to validate under, by text such as mlm(mask=0.3).
 
-        They include the pseudo-perplexities that the flags request.
+        They include the pseudo-perplexities that the flags request. `build_plan` has reported
+        errors in them.
         """
         output = self.settings.output
         return validation_objectives(
@@ -192,7 +195,8 @@ class Plan:
         """Return a copy that skips exactly `skipped`, also in its --skip-packs.
 
         Args:
-            rewinds: Packs that each rewind has added, as text, such as ("1200-1215",).
+            rewinds: Packs that each rewind of the run has added, earlier ones too, as text, such as
+                ("1200-1215",).
         """
         data = dataclasses.replace(self.settings.data, skip_packs=skipped.texts)
         settings = dataclasses.replace(self.settings, data=data)
@@ -328,7 +332,11 @@ class Plan:
 
     @property
     def run_metadata(self) -> dict[str, Any]:
-        """Return the content of run.json but the kernels, JSON-ready."""
+        """Return the content of run.json but the kernels, JSON-ready.
+
+        It has, among others, `format`, `reading` (usage of corpora), `start`, `skip_packs` and
+        `identity`.
+        """
         return {
             "format": RUN_FORMAT,
             "megaenc": __version__,
@@ -377,7 +385,8 @@ def validation_objectives(
     """Return the objectives to validate under, by text such as mlm(mask=0.3).
 
     They are those of `texts`; if it is empty, clm, mlm if there is a mask token, and those of the
-    schedule with the last values of their options. Pseudo-perplexities, if any, are last.
+    schedule with the last values of their options. Pseudo-perplexities, if any, are last in
+    either case.
 
     Args:
         schedule: Objectives of the run.

@@ -29,8 +29,8 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     """Return the Plan of a run, after checks of settings, data and parent run.
 
     Each rank calls it for itself, before the process group exists; the number of processes is that
-    of torchrun's variables. Without --data-path it uses demo/, built if missing; a dry run raises
-    InputError instead of building it.
+    of torchrun's variables. Without --data-path it uses demo/ in the working directory, built if
+    missing (by one rank of each machine); a dry run raises InputError instead of building it.
 
     Args:
         given: Names of the fields whose values were given and are no defaults (None: all), which
@@ -143,8 +143,8 @@ def check_device(settings: PretrainConfig, backend: Backend) -> None:
     """Raise InputError for settings that the device does not support.
 
     With --gpu only the FP8 format is checked, for that device type. Without --gpu, overlapping
-    communication and `--micro-batch-size auto` are checked, for `backend`, this machine's; FP8 is
-    left to the Engine.
+    communication and `--micro-batch-size auto` are checked, for `backend`, this machine's
+    (`detect_backend`); FP8 is left to the Engine.
     """
     gpu = settings.output.gpu
     fp8_format = settings.kernels.fp8_format

@@ -299,7 +299,8 @@ def describe_difference(
         recorded: Values by name, `there`.
         current: Values by name, `here`.
         names: Words for `there` and `here`, such as ("on rank 0", "on rank 3").
-        fields: Names to compare; None for all, in the order of `current`.
+        fields: Names to compare; None for all, in the order of `current`, then those only in
+            `recorded`.
     """
     for name in dict.fromkeys((*current, *recorded)) if fields is None else fields:
         if recorded.get(name) != current.get(name):

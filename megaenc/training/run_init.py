@@ -24,10 +24,10 @@ PROGRESS_FIELDS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "lo
 class Ancestor:
     """Earlier run or Hugging Face model that weights come from.
 
-    `run` is its directory or name, `step` that of the checkpoint, `tokens` are those read up to it:
-    0 for a Hugging Face model. `schedule` is its objective schedule. `family`, `context`,
-    `generation` and `config_fields` are set only for a Hugging Face model; `total` is the planned
-    number of steps of a run.
+    `run` is its directory or name, `step` that of the checkpoint, `tokens` are those read up to it,
+    also by a run that it branches from; 0 for a Hugging Face model. `schedule` is its objective
+    schedule. `family`, `context`, `generation` and `config_fields` are set only for a Hugging Face
+    model; `total` is the planned number of steps of a run.
     """
 
     run: str
@@ -55,8 +55,8 @@ class RunInit:
 
     `resolve_run_init` finds it. `kind` is new, branch (with optimizer and data position of the
     other run) or weights. `run` is the other run's directory, `at` the step of its checkpoint and
-    `parent` its `identity_digest`. It is stored in run.json, so that a resume does not need the
-    other run.
+    `parent` its `identity_digest`; without another run they are empty and 0. It is stored in
+    run.json, so that a resume does not need the other run.
     """
 
     kind: Literal["new", "branch", "weights"] = "new"
@@ -129,8 +129,8 @@ def read_run_metadata(file: Path) -> tuple[dict[str, Any], RunInit]:
         file: Path of run.json.
 
     Raises:
-        InputError: The file cannot be read, has the format of another version, or a field of
-            `start` or `identity` is invalid.
+        InputError: The file cannot be read, has the format of another version, lacks a valid
+            `identity`, or a field of `start` is invalid.
     """
     from megaenc import flags  # lazily, because readers of run.json need no command line
 
