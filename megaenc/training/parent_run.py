@@ -162,7 +162,7 @@ class ParentRun:
         """Return the counters of the checkpoint of `step`, and the packs skipped by then.
 
         Returns:
-            PROGRESS_FIELDS by name, and a SkippedPacks as `skip_packs`.
+            PROGRESS_FIELDS (tokens, flops, ...) by name, and a SkippedPacks as `skip_packs`.
 
         Raises:
             InputError: The checkpoint is missing or damaged, or lacks one of them.

@@ -384,9 +384,8 @@ def validation_objectives(
 ) -> dict[str, Objective]:
     """Return the objectives to validate under, by text such as mlm(mask=0.3).
 
-    They are those of `texts`; if it is empty, clm, mlm if there is a mask token, and those of the
-    schedule with the last values of their options. Pseudo-perplexities, if any, are last in
-    either case.
+    They are those of `texts` or, if it is empty, clm, mlm if there is a mask token, and those of
+    the schedule with the last values of their options; after either, pseudo-perplexities, if any.
 
     Args:
         schedule: Objectives of the run.
