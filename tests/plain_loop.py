@@ -75,7 +75,12 @@ def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
 
 
 def train(
-    model, plan: Plan, steps: int, learning_rate: Callable[[int], float], clip: float
+    model,
+    plan: Plan,
+    steps: int,
+    learning_rate: Callable[[int], float],
+    clip: float,
+    before_step: Callable[[int], None] = lambda step: None,
 ) -> tuple[list[float], list[float]]:
     """Train `model` for `steps` steps; return losses and gradient norms."""
     model.train()
@@ -88,6 +93,7 @@ def train(
     losses = []
     norms = []
     for step in range(1, steps + 1):
+        before_step(step)
         loss_sum, count = summed_loss(model, plan, step)
         loss = loss_sum / count
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ gradient; the one here processes all gradients at once.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
     frozen: Collection[int] = ()
     """Weights of the rank's model chunks, by index, that the next step leaves as they are; none of
     them has a gradient."""
+    frozen_steps: Mapping[torch.Tensor, int] = {}
+    """Steps, of those that the groups count, in which a parameter was frozen; 0 for those left out.
+    The bias correction leaves them out, as torch's, which counts the updates of each parameter."""
 
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True
@@ -68,6 +71,14 @@ class GroupStepAdamW(torch.optim.Optimizer):
         if not self.state[p]:
             self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 
+    def count_updates(self, p: torch.Tensor, group: dict[str, Any]) -> int:
+        """Return the number of updates of a parameter, with that of the present step.
+
+        Args:
+            group: Element of `param_groups` that has the parameter.
+        """
+        return max(1, group["step"] - self.frozen_steps.get(p, 0))
+
     def update_adamw(
         self, params: Sequence[torch.Tensor], group: dict[str, Any], lr: float | torch.Tensor
     ) -> None:
@@ -84,18 +95,19 @@ class GroupStepAdamW(torch.optim.Optimizer):
         params = [p for p in params if p.grad is not None]
         if not params:
             return
+        # One count per parameter, which the kernel increments.
+        steps = torch.full((len(params),), float(group["step"] - 1), device=params[0].device)
+        counts = list(steps.unbind())
+        for p, count in zip(params, counts, strict=True):
+            if p in self.frozen_steps:
+                count.fill_(self.count_updates(p, group) - 1)
         adamw(
             params,
             [p.grad for p in params],
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],
-            # One count per parameter, which the kernel increments.
-            list(
-                torch.full(
-                    (len(params),), float(group["step"] - 1), device=params[0].device
-                ).unbind()
-            ),
+            counts,
             fused=True,
             grad_scale=None
             if self.grad_scale == 1

@@ -235,6 +235,7 @@ class Engine:
             for name, _ in named_global_parameters(encoder)
         ]
         self._frozen = self._frozen_in(first)
+        self._frozen_steps: dict[torch.Tensor, int] = {}
         self.always_frozen = frozenset.intersection(
             *(self._frozen_in(phase.settings) for phase in settings.phase_configs)
         )
@@ -243,6 +244,23 @@ class Engine:
         """Return the indices in `shards` of the weights that a phase freezes."""
         frozen = parse_freeze(settings.optimizer.freeze or (), settings.shape)
         return frozenset(index for index, part in enumerate(self._parts) if part in frozen)
+
+    def _count_frozen_steps(self, step: int) -> dict[torch.Tensor, int]:
+        """Return the steps of the phases before that of `step` that freeze each parameter.
+
+        Parameters are those of the optimizer; those that no earlier phase freezes are left out.
+        Steps whose update was skipped count, as only the plan is known here: such a weight is then
+        corrected for as many updates less.
+        """
+        counts: dict[torch.Tensor, int] = {}
+        for phase in self.plan.settings.phase_configs:
+            if phase.last_step >= step:
+                break
+            for index in self._frozen_in(phase.settings):
+                param = self.shards[index].param
+                if param is not None:
+                    counts[param] = counts.get(param, 0) + phase.last_step - phase.first_step + 1
+        return counts
 
     def _chunk_methods(self, method: str):
         """Return the bound `method` of the model chunk, or a list of several.
@@ -267,6 +285,7 @@ class Engine:
         for encoder in self._encoders:
             encoder.set_rotary_base(settings.shape.rotary_base)
         self._frozen = self._frozen_in(settings)
+        self._frozen_steps = self._count_frozen_steps(step)
 
     def gather_parameters(self) -> None:
         """Gather the weights that other ranks of a distributed optimizer update.
@@ -424,6 +443,7 @@ class Engine:
         self.optimizer.prepare_grads()
         [optimizer] = self.optimizer.chained_optimizers
         optimizer.optimizer.frozen = self._frozen
+        optimizer.optimizer.frozen_steps = self._frozen_steps
         for index in self._frozen:
             if self.shards[index].param is not None:
                 self.shards[index].param.grad = None

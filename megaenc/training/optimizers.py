@@ -141,7 +141,7 @@ class StableAdamW(_ShardAwareOptimizer):
                 continue
             squared = shard.param.grad.square()
             second = torch.lerp(self.state[shard.param]["exp_avg_sq"], squared, 1 - beta2).div_(
-                1 - beta2 ** group["step"]
+                1 - beta2 ** self.count_updates(shard.param, group)
             )
             sums.append(squared.div_(second.clamp_(min=eps * eps)).sum())
         total = torch.stack(sums)

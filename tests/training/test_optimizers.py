@@ -116,6 +116,19 @@ def test_stable_adamw_is_the_papers_algorithm(optimizers):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # the root mean square is float32
 
 
+@pytest.mark.parametrize("name", ["StableAdamW", "Muon"])
+def test_weights_frozen_at_first_train_as_from_the_start(name, optimizers):
+    model = small_model()
+    late_model = small_model()
+    late = build(optimizers, getattr(optimizers, name), late_model)
+    for group in late.param_groups:
+        group["step"] = 3
+    late.frozen_steps = dict.fromkeys(late_model.parameters(), 3)
+    expected = train(model, build(optimizers, getattr(optimizers, name), model))
+    for a, b in zip(train(late_model, late), expected, strict=True):
+        assert a.equal(b)
+
+
 def by_svd(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     """Apply the Newton-Schulz iterations to the singular values."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
