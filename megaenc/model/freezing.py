@@ -39,6 +39,28 @@ def parse_freeze(texts: Sequence[str], model: ModelConfig) -> frozenset[str]:
     return frozenset(frozen)
 
 
+def canonical_freeze(texts: Sequence[str] | None, model: ModelConfig) -> list[str] | None:
+    """Return values of --freeze in one form for equal parts: sorted, with layers as ranges.
+
+    None, which stands for no value, is also the result for an empty list. Layers that follow each
+    other are one range, such as layers.0-7; a single one is layers.0.
+
+    Raises:
+        InputError: As `parse_freeze`.
+    """
+    frozen = parse_freeze(texts or (), model)
+    result = ["embedding"] if "embedding" in frozen else []
+    indices = [index for index in range(model.num_layers) if f"layers.{index}" in frozen]
+    for first in indices:
+        if first - 1 in indices:
+            continue
+        last = first
+        while last + 1 in indices:
+            last += 1
+        result.append(f"layers.{first}-{last}" if last > first else f"layers.{first}")
+    return result + (["head"] if "head" in frozen else []) or None
+
+
 def find_part(name: str, model: ModelConfig) -> str:
     """Return the part that a weight belongs to: embedding, layers.I or head.
 

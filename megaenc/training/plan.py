@@ -19,6 +19,7 @@ from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.data.packing.validation_sets import ValidationSet
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
+from megaenc.model.freezing import canonical_freeze
 from megaenc.objectives import (
     CausalLanguageModeling,
     MaskedLanguageModeling,
@@ -319,8 +320,8 @@ class Plan:
             data = (*self.earlier_data, self.data)[index if self.earlier_data else 0]
             row = {name: values[name] for name in phase_identity(phase.settings) if name != "data"}
             row["data"] = data.fingerprint
-            for name in ("rampup_batch_size", "freeze"):
-                row[name] = list(row[name] or ()) or None
+            row["rampup_batch_size"] = list(row["rampup_batch_size"] or ()) or None
+            row["freeze"] = canonical_freeze(row["freeze"], phase.settings.shape)
             if (
                 rows
                 and not row["rampup_batch_size"]

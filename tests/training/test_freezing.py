@@ -230,3 +230,14 @@ def test_the_plan_names_what_is_frozen(small_corpus, tmp_path, capfd, refusal):
     assert "\n  steps 1 to 4 freeze head\n" in capfd.readouterr().out
     line = refusal(main, [*alone])
     assert "freeze is ['head'] there, not given here" in line
+
+
+def test_runs_that_freeze_the_same_have_one_identity(small_corpus):
+    """Whatever the order, the repeats and the ranges of the values."""
+
+    def identity(*freeze):
+        return plan_of(*small_corpus.flags, *RUN, "--freeze", *freeze).identity
+
+    first = identity("head", "layers.3", "layers.1-1", "layers.0-1", "embedding", "head")
+    assert first["freeze"] == ["embedding", "layers.0-1", "layers.3", "head"]
+    assert first == identity("embedding", "layers.0-1", "layers.3-3", "head")
