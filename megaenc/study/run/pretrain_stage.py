@@ -21,6 +21,7 @@ from megaenc.data.packing.data_path import (
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json_or_empty
+from megaenc.model.freezing import canonical_freeze
 from megaenc.objectives import Schedule
 from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.plan.training_cost import TrainingCost
@@ -182,8 +183,10 @@ class PretrainStage(StageRunner):
             return
         metadata, start = read_run_metadata(run_file)
         identity = metadata["identity"]
-        planned = {name: value for name, value in self._identity().items() if name in identity}
-        difference = describe_difference({name: identity[name] for name in planned}, planned)
+        planned = self._identity()
+        # Runs do not record all flags. They leave out `freeze` only if they freeze nothing.
+        fields = [name for name in planned if name in identity or name == "freeze"]
+        difference = describe_difference(identity, planned, fields=fields)
         if difference:
             raise manifest_mismatch(self.directory, difference)
         self._check_start(start)
@@ -277,6 +280,7 @@ class PretrainStage(StageRunner):
             for name, value in flags.flatten(model.config).items()
             if name not in _RESOLVED_BY_RUN
         }
+        values["freeze"] = canonical_freeze(model.config.optimizer.freeze, model.config.shape)
         if "bf16" in model.flags:
             values["bf16"] = model.config.bf16
         return values | self._step_flags | {"objective_schedule": schedule.canonical}

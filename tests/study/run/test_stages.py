@@ -37,6 +37,22 @@ def test_a_run_of_the_stages_command_fits(study, small_corpus):
     stage.check()
 
 
+def test_a_run_that_freezes_other_parts(tmp_path):
+    def stage(*freeze):
+        models = [{**TWO[0], "pretrain": {"freeze": [*freeze]}}, TWO[1]]
+        return nodes(tmp_path, models=models)["pretrain/base"]
+
+    make(stage("layers.0", "embedding"))
+    stage("embedding", "layers.0-0").check()
+    assert_stale(stage(), "freeze is .* there, not given here")
+    file = stage().directory / "run.json"
+    metadata = json.loads(file.read_text())
+    del metadata["identity"]["freeze"]  # as in a run that freezes nothing
+    file.write_text(json.dumps(metadata))
+    stage().check()
+    assert_stale(stage("embedding"), "freeze is not given there, .* here")
+
+
 def test_another_recipe_names_every_directory_that_was_made_of_the_old_one(study):
     stages = nodes(study, models=CHANGED)
     with pytest.raises(StaleArtifactError) as refused:
