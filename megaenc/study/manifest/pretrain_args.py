@@ -14,6 +14,7 @@ from megaenc import flags
 from megaenc.data.packing.data_path import has_wildcard, is_pattern, parse_weight
 from megaenc.data.packing.packed_dataset import check_two_chunks_fit
 from megaenc.errors import InputError
+from megaenc.model.freezing import parse_freeze
 from megaenc.training.config import PretrainConfig, apply_preset
 from megaenc.training.lr_schedule import (
     WSD,
@@ -98,13 +99,14 @@ def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -
 
 
 def check_run_config(run: PretrainConfig) -> None:
-    """Check the shape of the model and the sequence length of a run.
+    """Check the shape of the model, its frozen parts and the sequence length of a run.
 
     Raises:
-        InputError: The model is impossible, or packing is random-length and the sequence length too
-            short for two chunks.
+        InputError: The model is impossible or lacks a part of `freeze`, or a random-length
+            sequence is too short for two chunks.
     """
     run.shape.check()
+    parse_freeze(run.optimizer.freeze or (), run.shape)
     if run.data.packing == "random-length":
         check_two_chunks_fit(run.data.seq_length)
 

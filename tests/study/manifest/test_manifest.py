@@ -197,6 +197,10 @@ WRONG_ENTRIES = {
         TOY | {"pretrain": {"packing": "random-length", "seq_length": 10**17}},
         "at most",
     ),
+    "frozen layers that are missing": (
+        TOY | {"pretrain": {"freeze": "layers.0-99"}},
+        "entry 1: --freeze layers.0-99: not a part of this model, expected embedding",
+    ),
     "heads that do not divide": (TOY | {"pretrain": {"num_attention_heads": 3}}, "--hidden-size"),
 }
 WRONG = {
