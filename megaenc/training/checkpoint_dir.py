@@ -8,7 +8,7 @@ import hashlib
 import json
 import socket
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -299,3 +299,29 @@ def find_content_damage(directory: Path, expected: dict[str, dict[str, Any]]) ->
                 f"{expected_digest}...)"
             )
     return None
+
+
+def checkpoints_to_delete(
+    older: Iterable[int],
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_steps: Collection[int] = (),
+) -> list[int]:
+    """Return the sorted steps of `older` that no rule keeps; none without rules.
+
+    Without `keep_last` and `keep_every` there is no rule, and nothing is to be deleted.
+
+    Args:
+        older: Steps of the checkpoints before a newly saved one, in any order.
+        keep_last: Number of newest checkpoints to keep, with the newly saved one; None for 1.
+        keep_every: Steps that are multiples of it are kept; None for no such rule.
+        keep_steps: Further steps to keep.
+    """
+    if keep_last is None and keep_every is None:
+        return []
+    old = sorted(older, reverse=True)[(keep_last or 1) - 1 :]
+    return [
+        step
+        for step in reversed(old)
+        if step not in keep_steps and (not keep_every or step % keep_every)
+    ]

@@ -360,11 +360,11 @@ class PretrainConfig:
     def kept_steps(self) -> frozenset[int]:
         """Return the steps whose checkpoints are saved and never deleted.
 
-        They are those of --save-steps, even after the run's end, and the last one of each phase but
-        the last.
+        They are those of --save-steps and, unless --no-save-phase-ends is given, the last one of
+        each phase but the last.
         """
-        borders = [phase.last_step for phase in self.phase_configs[:-1]]
-        return frozenset((*self.output.save_steps, *borders))
+        earlier = self.phase_configs[:-1] if self.output.save_phase_ends else ()
+        return frozenset((*self.output.save_steps, *(phase.last_step for phase in earlier)))
 
     def phase_at(self, step: int) -> PhaseConfig:
         """Return the phase that trains `step` (1, 2, ...), with its settings.

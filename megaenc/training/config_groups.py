@@ -201,15 +201,17 @@ class OutputConfig:
     """steps between checkpoints; the last step is always saved"""
     save_steps: tuple[PositiveInt, ...] = ()
     """additional steps whose checkpoints are written and never deleted, such as those from which
-    other runs branch; the last step of each of `phases` always is one"""
+    other runs branch"""
+    save_phase_ends: bool = True
+    """also write the checkpoint of the last step of each of `phases`, and never delete it"""
     async_save: bool = False
     """write checkpoints while training continues, from a copy in host memory"""
     keep_last: PositiveInt | None = None
-    """number of newest checkpoints to keep, besides --save-steps; all are kept without this flag
-    and --keep-every"""
+    """number of newest checkpoints to keep, besides --save-steps and the ends of phases
+    (--save-phase-ends); all are kept without this flag and --keep-every"""
     keep_every: PositiveInt | None = None
     """interval in steps at which checkpoints are never deleted, besides --keep-last (whose default
-    is then 1)"""
+    is then 1), --save-steps and the ends of phases"""
     exit_interval: PositiveInt | None = None
     """save and exit after the next step that is a multiple of this"""
     exit_duration_in_mins: PositiveFloat | None = None

@@ -21,6 +21,7 @@ from megaenc.training.callbacks.run_messages import (
     describe_uneven_shares,
     format_model,
 )
+from megaenc.training.checkpoint_dir import checkpoints_to_delete
 from megaenc.training.config import PretrainConfig
 from megaenc.training.plan import Plan
 from megaenc.training.planning import check_device
@@ -90,6 +91,8 @@ def print_dry_run(plan: Plan) -> None:
     optimizer_text = "" if optimizer == "adamw" else f"; optimizer {optimizer}"
     console.print(f"learning rate: {plan.learning_rate.describe()}{optimizer_text}")
     console.print(f"validation: {validation}", soft_wrap=True)
+    if settings.output.save:
+        console.print(_describe_checkpoints(plan))
     backend = detect_backend()
     try:
         check_device(settings, backend)
@@ -100,6 +103,23 @@ def print_dry_run(plan: Plan) -> None:
         console.print(
             f"`--micro-batch-size auto` measures how many packs fit {backend.description} at once"
         )
+
+
+def _describe_checkpoints(plan: Plan) -> str:
+    """Return a line with the numbers of checkpoints that the run writes and keeps."""
+    settings = plan.settings
+    output = settings.output
+    total = settings.total_iters
+    interval = output.save_interval or total
+    steps = {total, *range(interval, total, interval), *settings.kept_steps}
+    written = [step for step in steps if plan.start.step < step <= total]
+    deleted = checkpoints_to_delete(
+        [step for step in written if step < total],
+        output.keep_last,
+        output.keep_every,
+        settings.kept_steps,
+    )
+    return f"checkpoints: {len(written):,}, of which {len(written) - len(deleted):,} stay"
 
 
 def _corpus_table(plan: Plan) -> Table:

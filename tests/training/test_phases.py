@@ -93,6 +93,22 @@ def test_the_last_step_of_each_phase_is_saved_and_kept(whole_run):
     assert CheckpointDir(whole_run / "checkpoints").steps() == [3, 4, 6, 9]
 
 
+@pytest.mark.parametrize(
+    ("flags", "kept", "text"),
+    [
+        ([], {3, 4, 6}, "checkpoints: 6, of which 6 stay"),
+        (["--keep-last", "1"], {3, 4, 6}, "checkpoints: 6, of which 4 stay"),
+        (["--keep-every", "4"], {3, 4, 6}, "checkpoints: 6, of which 5 stay"),
+        (["--keep-last", "1", "--no-save-phase-ends"], {4}, "checkpoints: 5, of which 2 stay"),
+    ],
+)
+def test_the_dry_run_counts_the_checkpoints_that_stay(flags, kept, text, three_phases, capfd):
+    flags = [*three_phases, "--save", "run", "--save-steps", "4", "--save-interval", "2", *flags]
+    main([*flags, "--dry-run"])
+    assert text in capfd.readouterr().out.splitlines()
+    assert plan_of(*flags).settings.kept_steps == kept
+
+
 def test_a_corpus_continues_where_an_earlier_phase_stopped(small_corpus, second_corpus):
     """This holds for packs of one length, in another blend and after skipped packs."""
     first = str(small_corpus.prefix)

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -31,6 +31,7 @@ from megaenc.training.checkpoint_dir import (
     TRACKER_FILE,
     DamagedCheckpointError,
     UnreadableCheckpointError,
+    checkpoints_to_delete,
     file_digests,
     json_digest,
 )
@@ -366,29 +367,3 @@ class CheckpointManager(CheckpointLoader):
         """
         for stale in (*self.directory.glob(".iter_*"), *self.directory.glob(".*.tmp")):
             remove_path(stale)
-
-
-def checkpoints_to_delete(
-    older: Iterable[int],
-    keep_last: int | None,
-    keep_every: int | None,
-    keep_steps: Collection[int] = (),
-) -> list[int]:
-    """Return the sorted steps of `older` that no rule keeps; none without rules.
-
-    Without `keep_last` and `keep_every` there is no rule, and nothing is to be deleted.
-
-    Args:
-        older: Steps of the checkpoints before a newly saved one, in any order.
-        keep_last: Number of newest checkpoints to keep, with the newly saved one; None for 1.
-        keep_every: Steps that are multiples of it are kept; None for no such rule.
-        keep_steps: Further steps to keep.
-    """
-    if keep_last is None and keep_every is None:
-        return []
-    old = sorted(older, reverse=True)[(keep_last or 1) - 1 :]
-    return [
-        step
-        for step in reversed(old)
-        if step not in keep_steps and (not keep_every or step % keep_every)
-    ]

@@ -8,7 +8,8 @@ import pytest
 from checkpoint_helpers import whole_checkpoint
 
 from megaenc.training.checkpoint import manager
-from megaenc.training.checkpoint.manager import CheckpointManager, checkpoints_to_delete
+from megaenc.training.checkpoint.manager import CheckpointManager
+from megaenc.training.checkpoint_dir import checkpoints_to_delete
 from megaenc.training.command import main
 
 
