@@ -242,7 +242,9 @@ class Engine:
 
     def _frozen_in(self, settings: PretrainConfig) -> frozenset[int]:
         """Return the indices in `shards` of the weights that a phase freezes."""
-        frozen = parse_freeze(settings.optimizer.freeze or (), settings.shape)
+        if not settings.optimizer.freeze:
+            return frozenset()
+        frozen = parse_freeze(settings.optimizer.freeze, settings.shape)
         return frozenset(index for index, part in enumerate(self._parts) if part in frozen)
 
     def _count_frozen_steps(self, step: int) -> dict[torch.Tensor, int]:
@@ -497,8 +499,9 @@ class Engine:
         """Return summed loss and gradient norm of one micro-batch, on this rank only.
 
         Weights are not updated. The loss is 0 on ranks that compute none; the norm is that of the
-        gradient parts that this rank holds, undivided. Gradients are set to zero before, and kept.
-        Ranks of a replica call this together, inside `no_grad_reduction`.
+        gradient parts that this rank holds, undivided. Gradients are set to zero before, and kept,
+        but those of weights that the phase freezes are zero, as the step ignores them. Ranks of a
+        replica call this together, inside `no_grad_reduction`.
 
         Args:
             row: Indices of the samples, the same on all ranks of a replica.
@@ -514,6 +517,9 @@ class Engine:
                 packs or self.plan.packs, [row], objective, self.plan.settings.seed
             )
             sums = self.run_micro_batches(specs * self._interleaved_stages, (), train=True)
+        weights = [weight for chunk in self.chunks for weight in chunk.parameters()]
+        for index in self._frozen:
+            weights[index].main_grad.zero_()
         norms = [
             torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32)
             for c in self.chunks

@@ -1,6 +1,7 @@
 """Frozen parts of the model, unchanged bit by bit, and training of the others."""
 
 import json
+import math
 
 import numpy as np
 import plain_loop
@@ -230,6 +231,15 @@ def test_the_plan_names_what_is_frozen(small_corpus, tmp_path, capfd, refusal):
     assert "\n  steps 1 to 4 freeze head\n" in capfd.readouterr().out
     line = refusal(main, [*alone])
     assert "freeze is ['head'] there, not given here" in line
+
+
+def test_frozen_gradients_do_not_blame_a_pack(small_corpus, engine_of):
+    engine = engine_of(*small_corpus.flags, *RUN, "--no-bf16", "--freeze", "embedding")
+    next(engine.chunks[0].parameters()).register_hook(lambda gradient: gradient * math.nan)
+    with engine.no_grad_reduction():
+        result = engine.local_loss_and_grad_norm([0], engine.plan.schedule.objective(1))
+    assert all(0 < value < math.inf for value in result)
+    assert engine.train_step(1).is_applied
 
 
 def test_runs_that_freeze_the_same_have_one_identity(small_corpus):
