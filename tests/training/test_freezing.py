@@ -242,6 +242,31 @@ def test_frozen_gradients_do_not_blame_a_pack(small_corpus, engine_of):
     assert engine.train_step(1).is_applied
 
 
+def test_moments_that_no_step_makes_are_not_reserved(small_corpus, engine_of, monkeypatch):
+    from megaenc.model.encoder import named_global_parameters
+    from megaenc.training.distributed import largest_batch
+
+    rooms = []
+    monkeypatch.setattr("megaenc.training.planning.check_device", lambda *_: None)
+    monkeypatch.setattr(largest_batch, "measure_room", lambda: 1e9)
+    monkeypatch.setattr(
+        largest_batch,
+        "find_largest_batch",
+        lambda engine, objectives, candidates, room, *_: rooms.append(room) or 1,
+    )
+    auto = ["--micro-batch-size", "auto"]
+    engine = engine_of(*small_corpus.flags, *RUN, "--no-bf16", *auto, "--freeze", *FROZEN)
+    largest_batch.fill_micro_batches(engine.plan, engine)
+    shape = engine.plan.settings.shape
+    frozen = parse_freeze(FROZEN, shape)
+    trained = sum(
+        weight.numel()
+        for name, weight in named_global_parameters(engine._encoders[0])
+        if find_part(name, shape) not in frozen
+    )
+    assert rooms == [1e9 - 8 * trained]
+
+
 def test_runs_that_freeze_the_same_have_one_identity(small_corpus):
     """Whatever the order, the repeats and the ranges of the values."""
 

@@ -30,7 +30,9 @@ def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
     prints the sizes.
     """
     state_size = sum(
-        weight.numel() for group in engine.optimizer.param_groups for weight in group["params"]
+        shard.param.numel()
+        for index, shard in enumerate(engine.shards)
+        if shard.param is not None and index not in engine.always_frozen
     )
     room = measure_room() - _STATE_BYTES * state_size
     objectives = plan.schedule.final_objectives().values()
