@@ -14,6 +14,7 @@ from transformers import EuroBertForMaskedLM
 
 from megaenc.convert.to_hf import to_hf
 from megaenc.model.freezing import find_part, parse_freeze
+from megaenc.training.callbacks.run_messages import describe_frozen
 from megaenc.training.command import main
 
 RUN = [
@@ -231,6 +232,22 @@ def test_the_plan_names_what_is_frozen(small_corpus, tmp_path, capfd, refusal):
     assert "\n  steps 1 to 4 freeze head\n" in capfd.readouterr().out
     line = refusal(main, [*alone])
     assert "freeze is ['head'] there, not given here" in line
+
+
+def test_the_plan_joins_phases_that_freeze_the_same(small_corpus):
+    objective = {"objective": "clm", "train_iters": 2}
+    texts = ["layers.0-1", ["layers.1-1", "layers.0"], "head", None, *["head", "embedding"] * 4]
+    phases = [json.dumps(objective | {"freeze": freeze}) for freeze in texts]
+    lines = describe_frozen(plan_of(*small_corpus.flags, *RUN, "--phases", *phases).settings)
+    assert lines == [
+        "steps 1 to 4 freeze layers.0-1",
+        "steps 5 to 6 freeze head",
+        "steps 9 to 10 freeze head",
+        "steps 11 to 12 freeze embedding",
+        "steps 13 to 14 freeze head",
+        "steps 15 to 16 freeze embedding",
+        "... 4 more ranges of steps that freeze parts",
+    ]
 
 
 def test_frozen_gradients_do_not_blame_a_pack(small_corpus, engine_of):

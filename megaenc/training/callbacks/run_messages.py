@@ -1,10 +1,12 @@
 """Header and footer of a run on the console."""
 
+import itertools
 import math
 from typing import Any
 
 from megaenc.backend import Backend
 from megaenc.dist_env import get_world_size
+from megaenc.model.freezing import canonical_freeze
 from megaenc.training.config import PretrainConfig
 from megaenc.training.plan import Plan
 
@@ -81,13 +83,24 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
 
 
 def describe_frozen(settings: PretrainConfig) -> list[str]:
-    """Return a line for each phase that freezes parts of the model."""
-    return [
-        f"steps {phase.first_step:,} to {phase.last_step:,} freeze "
-        f"{', '.join(phase.settings.optimizer.freeze)}"
-        for phase in settings.phase_configs
-        if phase.settings.optimizer.freeze
-    ]
+    """Return a line for each range of steps that freezes parts of the model.
+
+    A range has neighboring phases with the same parts. Many ranges are the first ones and a line
+    with the number of others.
+    """
+    lines = []
+    for parts, group in itertools.groupby(
+        settings.phase_configs,
+        lambda phase: canonical_freeze(phase.settings.optimizer.freeze, phase.settings.shape),
+    ):
+        phases = list(group)
+        if parts:
+            steps = f"{phases[0].first_step:,} to {phases[-1].last_step:,}"
+            lines.append(f"steps {steps} freeze {', '.join(parts)}")
+    more = len(lines) - _HEADER_PHASES
+    if more > 0:
+        lines[_HEADER_PHASES:] = [f"... {more:,} more ranges of steps that freeze parts"]
+    return lines
 
 
 def describe_uneven_shares(settings: PretrainConfig) -> list[str]:
