@@ -92,7 +92,8 @@ class OptimizerConfig:
     freeze: tuple[str, ...] | None = setting(None, BY_PHASE)
     """parts of the model that are not trained: embedding (with its norm, and the output layer if
     tied), layers.A-B (from 0, both included; the last with the final norm), head (prediction head,
-    output layer of its own and its bias). Norm and clipping of the gradient leave them out"""
+    output layer of its own and its bias). Norm and clipping of the gradient leave them out, Adam's
+    bias correction their frozen steps, as planned: updates that were skipped count too"""
 
     def check(self) -> None:
         """Raise InputError for flags of Muon with another optimizer.
