@@ -152,6 +152,7 @@ def check(flags, layouts, directory) -> None:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_layouts_freeze_the_same(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *RUN, *PHASES, "--no-bf16"]
     check(flags, {"TP2 PP2": (4, TP2_PP2), "DP2": (2, SPLIT)}, tmp_path)

@@ -99,7 +99,7 @@ def build_run_config(flag_values: Mapping[str, Any], source: str = "pretrain") -
 
 
 def check_run_config(run: PretrainConfig) -> None:
-    """Check the shape of the model, its frozen parts and the sequence length of a run.
+    """Check shape, frozen parts and sequence length of the model of a run.
 
     Raises:
         InputError: The model is impossible or lacks a part of `freeze`, or a random-length
