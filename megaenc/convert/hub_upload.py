@@ -3,6 +3,7 @@
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaenc.console import ProgressLine, format_paths, print_rank_0
@@ -11,6 +12,22 @@ from megaenc.json_files import parse_json, read_json_or_empty, read_regular_file
 
 CERTIFICATE = "conversion.json"
 MAIN = "main"
+_GIT_ATTRIBUTES = ".gitattributes"  # of the Hub, which tells it where large files are
+# Files of models, of any library.
+_MODEL_SUFFIXES = (".json", ".safetensors", ".bin", ".gguf", ".pt", ".onnx")
+
+
+@dataclass(frozen=True)
+class _Revision:
+    """State of a revision, which an upload replaces."""
+
+    is_new: bool  # no branch yet, or one that no upload has filled
+    head: str
+    """Its commit; if it is new, the first one of the repository."""
+    names: list[str]
+    """Names of the files in that commit."""
+    certificate: bytes
+    """Certificate of the export in it; empty if there is none."""
 
 
 class HubRepository:
@@ -38,46 +55,56 @@ class HubRepository:
         self.name = name
         if name.count("/") != 1:
             raise InputError(f"--push {name}: expected a name such as ORG/NAME")
-        token = get_token()
-        if token is None:
-            raise InputError(
-                f"--push {name}: found no token of the Hugging Face Hub; "
-                "give `hf auth login`, or set HF_TOKEN"
-            )
-        self._api = HfApi(token=token)
+        self._api = HfApi(token=True)  # each request reads the token, which may be renewed
+        self._revisions: dict[str, _Revision] = {}
         with self._convert_errors("check the token's right to write, and the network"):
+            token = get_token()
+            problem = "no token"
+            if token is not None:
+                # An error of the HTTP library would quote it.
+                problem = "" if token.isascii() and token.isprintable() else "an unprintable token"
+            if problem:
+                raise InputError(
+                    f"--push {name}: found {problem} of the Hugging Face Hub; "
+                    "give `hf auth login`, or set HF_TOKEN"
+                )
             self._api.create_repo(name, private=True, exist_ok=True)
             self._api.auth_check(name, write=True)
-            branches = {branch.name for branch in self._api.list_repo_refs(name).branches}
-            self._certificates = {
-                revision: self._read_certificate(revision, identity)
-                for revision in revisions
-                if revision in branches
-            }
+            refs = self._api.list_repo_refs(name)
+            heads = {branch.name: branch.target_commit for branch in refs.branches}
+            first_commit = self._api.list_repo_commits(name)[-1].commit_id
+            first_names = self._api.list_repo_files(name, revision=first_commit)
+            for revision in revisions:
+                head = heads.get(revision, first_commit)
+                if head == first_commit and revision != MAIN:
+                    self._revisions[revision] = _Revision(True, head, first_names, b"")
+                else:
+                    names = self._api.list_repo_files(name, revision=head)
+                    certificate = self._read_certificate(revision, head, names, identity)
+                    self._revisions[revision] = _Revision(False, head, names, certificate)
 
     def upload(self, exports: Mapping[str, Path]) -> None:
         """Upload exports that the Hub lacks, in order, and print what was uploaded.
 
-        A revision (a branch) appears complete or not at all, so that a repeated call uploads only
-        what an interrupted one left out. If its conversion.json is the export's, it stays as it is
-        and counts as there already. A new one starts without the files of others; in an
-        existing one, JSON and safetensors files that are not of the export are removed.
+        A revision is filled in one commit, so that a repeated call uploads only what an interrupted
+        one left out. A branch is created before, and until then has the files of the repository's
+        first commit, which are replaced. A revision that has the certificate and all files of its
+        export stays as it is; in another, JSON and safetensors files that are not of the export are
+        removed.
 
         Args:
             exports: Directory of the export by revision, among those given to the constructor.
 
         Raises:
-            InputError: An upload failed.
+            InputError: An upload failed, or a revision has changed since it was checked.
         """
         uploaded = []
         with ProgressLine(f"upload to {self.name}", len(exports)) as progress:
             for done, (revision, directory) in enumerate(exports.items()):
                 progress.update(done, revision=revision)
-                certificate = read_regular_file(directory / CERTIFICATE)
-                if self._certificates.get(revision) != certificate:
-                    with self._convert_errors("give the same command again to upload the rest"):
-                        self._upload(revision, directory, parse_json(certificate)["step"])
-                    uploaded.append(revision)
+                with self._convert_errors("give the same command again to upload the rest"):
+                    if self._upload(revision, directory):
+                        uploaded.append(revision)
             progress.update(len(exports))
         names = format_paths(uploaded) or "nothing"
         print_rank_0(
@@ -85,62 +112,79 @@ class HubRepository:
             f"{len(exports) - len(uploaded)} of {len(exports)} revisions were there already"
         )
 
-    def _upload(self, revision: str, directory: Path, step: int) -> None:
-        """Upload an export to a revision, in one commit."""
+    def _upload(self, revision: str, directory: Path) -> bool:
+        """Upload an export to a revision, in one commit, unless it is there already.
+
+        Returns:
+            Whether it was uploaded.
+        """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        if revision not in self._certificates:
+        certificate = read_regular_file(directory / CERTIFICATE)
+        files = {}
+        for file in sorted(directory.rglob("*")):
+            name = file.relative_to(directory).as_posix()
+            # Desktops and editors leave hidden files.
+            if file.is_file() and not f"/{name}".count("/."):
+                files[name] = file
+        before = self._revisions[revision]
+        if before.certificate == certificate and files.keys() <= set(before.names):
+            return False
+        stale_names = []
+        for name in before.names:
+            is_stale = before.is_new or name.endswith((".json", ".safetensors"))
+            if is_stale and name not in files and name != _GIT_ATTRIBUTES:
+                stale_names.append(name)
+        if before.is_new:
             # Until the commit below, a branch of main would hold the weights of another step.
-            first_commit = self._api.list_repo_commits(self.name)[-1].commit_id
-            self._api.create_branch(
-                self.name, branch=revision, revision=first_commit, exist_ok=True
-            )
-        files = {
-            file.relative_to(directory).as_posix(): file
-            for file in sorted(directory.rglob("*"))
-            if file.is_file()
-        }
-        stale_names = [
-            name
-            for name in self._api.list_repo_files(self.name, revision=revision)
-            if name.endswith((".json", ".safetensors")) and name not in files
-        ]
-        self._api.create_commit(
+            self._api.create_branch(self.name, branch=revision, revision=before.head, exist_ok=True)
+        commit = self._api.create_commit(
             self.name,
             [
                 *(CommitOperationAdd(name, file) for name, file in files.items()),
                 *(CommitOperationDelete(name) for name in stale_names),
             ],
-            commit_message=f"Upload step {step}",
+            commit_message=f"Upload step {parse_json(certificate)['step']}",
             revision=revision,
+            parent_commit=before.head,  # the Hub refuses the commit if others came first
         )
+        names = self._api.list_repo_files(self.name, revision=commit.oid)
+        if left_out := sorted(files.keys() - set(names)):
+            raise InputError(
+                f"--push {self.name}: revision {revision} lacks {format_paths(left_out)}, expected "
+                "all files of the export; remove .gitignore from the revision"
+            )
+        return True
 
-    def _read_certificate(self, revision: str, identity: str) -> bytes:
+    def _read_certificate(
+        self, revision: str, head: str, names: Sequence[str], identity: str
+    ) -> bytes:
         """Return the certificate of the export in a revision; empty if there is none.
 
         Raises:
             InputError: The revision holds a model that is not of the run.
         """
-        files = self._api.list_repo_files(self.name, revision=revision)
-        values = {}
-        content = b""
-        if CERTIFICATE in files:
+        if CERTIFICATE in names:
             with tempfile.TemporaryDirectory() as directory:
                 file = Path(
                     self._api.hf_hub_download(
-                        self.name, CERTIFICATE, revision=revision, local_dir=directory
+                        self.name, CERTIFICATE, revision=head, local_dir=directory
                     )
                 )
                 values = read_json_or_empty(file)
                 content = read_regular_file(file)
-        elif "config.json" not in files:
-            return b""
-        if values.get("identity") != identity:
-            raise InputError(
-                f"--push {self.name}: revision {revision} holds another model than this run's "
-                f"(run {values.get('run', 'unknown')}); expected another repository"
-            )
-        return content
+            if values.get("identity") == identity:
+                return content
+            model = f"run {values.get('run', 'unknown')}"
+        else:
+            model_files = [name for name in names if name.lower().endswith(_MODEL_SUFFIXES)]
+            if not model_files:
+                return b""
+            model = format_paths(model_files)
+        raise InputError(
+            f"--push {self.name}: revision {revision} holds another model than this run's "
+            f"({model}); expected another repository"
+        )
 
     @contextlib.contextmanager
     def _convert_errors(self, advice: str) -> Iterator[None]:
@@ -150,8 +194,9 @@ class HubRepository:
         except InputError:
             raise
         except Exception as error:  # of many types: HTTP, the Hub, the uploader, the file system
-            cause = error.__cause__ if type(error) is RuntimeError else None
-            reason = getattr(error, "server_message", None) or format_error(cause or error)
+            if type(error) is RuntimeError:  # of the uploader
+                error = error.__cause__ or error
+            reason = getattr(error, "server_message", None) or format_error(error)
             status = getattr(getattr(error, "response", None), "status_code", None)
             answer = "" if status is None else f"the Hub answers {status}: "
             raise InputError(f"--push {self.name}: {answer}{reason}; {advice}") from None

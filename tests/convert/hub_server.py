@@ -21,6 +21,7 @@ class HubServer:
     url: str = ""
     private: bool | None = None  # None: there is no repository
     writable: bool = True
+    ignored: tuple[str, ...] = ()  # names in .gitignore
     fail_at: str = ""  # requests that have this text are answered by an error of the server
 
     def commit(self, branch: str, files: dict[str, bytes]) -> str:
@@ -68,6 +69,8 @@ class HubServer:
             ]
             return 200, {"branches": branches, "converts": [], "tags": []}
         if action == "branch":
+            if revision in self.branches:
+                return 409, {"error": "exists already"}
             self.branches[revision] = [json.loads(body)["startingPoint"]]
             return 200, b""
         if revision not in self.branches and revision not in self.commits:
@@ -92,17 +95,20 @@ class HubServer:
                 content = files.get(item["path"])
                 sha = hashlib.sha256(content).hexdigest() if content and is_lfs else None
                 oid = _git_hash(content) if content and not is_lfs else sha
-                mode = "lfs" if is_lfs else "regular"
-                answers.append(
-                    {"path": item["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
-                )
+                answer = {"path": item["path"], "oid": oid}
+                answer["uploadMode"] = "lfs" if is_lfs else "regular"
+                answer["shouldIgnore"] = item["path"] in self.ignored
+                answers.append(answer)
             return 200, {"files": answers}
         assert action == "commit", path
         files = dict(files)
         for line in body.splitlines():
             item = json.loads(line)
             value = item["value"]
-            if item["key"] == "file":
+            if item["key"] == "header":
+                if value.get("parentCommit") != self.branches[revision][-1]:
+                    return 412, {"error": "A commit has happened since"}
+            elif item["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
                 files[value["path"]] = self.objects[value["oid"]]

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from megaenc.convert.command import main
+from megaenc.convert.hub_upload import HubRepository
+from megaenc.errors import InputError
 
 pytestmark = pytest.mark.multiprocess  # the run of `two_runs`
 
@@ -120,12 +122,56 @@ def test_another_model_is_left_alone(command, hub, refusal):
         {"config.json": b"{}"},
         {"conversion.json": b'{"identity": "0", "run": "other"}', "config.json": b"{}"},
         {"conversion.json": b"{"},
+        {"adapter_model.safetensors": b""},
+        {"unet/model.bin": b""},
+        {"model.Q8_0.GGUF": b""},
     ):
         hub.commit("main", {})
         hub.commit("step10", files)
         line = refusal(main, command)
-        assert "--push me/model: revision step10 holds another model than this run's (run " in line
+        found = "run " if "conversion.json" in files else next(iter(files))
+        message = f"revision step10 holds another model than this run's ({found}"
+        assert f"--push me/model: {message}" in line
     assert writes(hub) == []
+
+
+def test_files_of_the_first_commit_stay_only_in_main(exports, command, hub, refusal):
+    hub.private = True
+    first = {".gitattributes": b"", "vocab.txt": b"", "docs/notes.md": b""}
+    hub.commit("main", first)
+    hub.fail_at = "POST /api/models/me/model/commit/step10"
+    refusal(main, command)
+    assert hub.files("step10") == first
+    hub.fail_at = ""
+    main(command)
+    assert digests(hub.files("step10")) == digests(read_files(exports[10]))
+    assert digests(hub.files("main")) == digests(read_files(exports[20]) | first)
+
+
+def test_a_commit_of_others_during_an_upload_is_not_replaced(exports, hub):
+    hub.private = True
+    hub.commit("main", {".gitattributes": b""})
+    repository = HubRepository("me/model", ["main", "step10"], "0")
+    for revision in ("main", "step10"):
+        files = {"adapter_model.safetensors": revision.encode()}
+        hub.commit(revision, files)
+        with pytest.raises(InputError, match="the Hub answers 412: A commit has happened since; "):
+            repository.upload({revision: exports[10]})
+        assert hub.files(revision) == files
+    with pytest.raises(InputError, match="No such file or directory"):
+        repository.upload({"main": exports[10].parent})
+
+
+def test_files_that_the_hub_ignores_are_named_and_uploaded_later(
+    exports, command, hub, refusal, capfd
+):
+    hub.ignored = ("tokenizer.json",)
+    line = refusal(main, command)
+    assert "revision step0 lacks tokenizer.json, expected all files of the export; remove" in line
+    hub.ignored = ()
+    main(command)
+    assert "uploaded step0, step10, step20 and 1 more; 0 of 4" in capfd.readouterr().out
+    assert digests(hub.files("step0")) == digests(read_files(exports[0]))
 
 
 def test_existing_output_of_other_options_is_refused(command, hub, refusal):
@@ -141,6 +187,8 @@ def test_existing_output_of_other_options_is_refused(command, hub, refusal):
     [
         ("name", "--push model: expected a name such as ORG/NAME"),
         ("no token", "found no token of the Hugging Face Hub; give `hf auth login`"),
+        ("bell", "found an unprintable token of the Hugging Face Hub; give `hf auth login`"),
+        ("token file", "--push me/model: [Errno 21] Is a directory: "),
         ("token", "the Hub answers 401: wrong token; check the token's right to write"),
         ("namespace", "the Hub answers 403: no rights in this namespace; check"),
         ("write", "the Hub answers 403: no right to write; check the token's right to write"),
@@ -152,9 +200,12 @@ def test_what_forbids_an_upload_is_one_line_before_the_export(
     problem, text, two_runs, hub, refusal, monkeypatch, tmp_path
 ):
     constants = huggingface_hub.constants
-    if problem == "no token":
+    if problem in ("no token", "token file"):
         monkeypatch.delenv("HF_TOKEN")
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        path = tmp_path / "token" if problem == "no token" else tmp_path
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(path))
+    elif problem == "bell":
+        monkeypatch.setenv("HF_TOKEN", "secret\a")
     elif problem == "token":
         monkeypatch.setenv("HF_TOKEN", "wrong")
     elif problem in ("namespace", "write"):
@@ -167,5 +218,6 @@ def test_what_forbids_an_upload_is_one_line_before_the_export(
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     name = "model" if problem == "name" else "me/model"
     flags = ["to-hf", "--load", two_runs / "run", "--output", "new", "--push", name]
-    assert text in refusal(main, flags)
+    line = refusal(main, flags)
+    assert text in line and "secret" not in line
     assert not Path("new").exists() and writes(hub) == []
