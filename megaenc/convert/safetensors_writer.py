@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from megaenc.errors import InputError
@@ -110,7 +111,22 @@ def write_shards(
     return digests
 
 
-def tensor_bytes(tensor: Tensor) -> np.ndarray:
+def compute_digests(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of each weight in a directory, by name, as of `write_shards`.
+
+    Raises:
+        OSError, SafetensorError: A file cannot be read.
+    """
+    digests = {}
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  a safe_open is no dictionary
+                content = memoryview(tensor_bytes(file.get_tensor(name)))
+                digests[name] = hashlib.sha256(content).hexdigest()
+    return digests
+
+
+def tensor_bytes(tensor: Tensor):
     """Return the bytes of a tensor, in row-major order, as a flat numpy uint8 array.
 
     They are not copied if the tensor is contiguous and on the CPU. Tensors that require gradients

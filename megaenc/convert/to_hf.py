@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from megaenc import __version__
@@ -33,7 +34,12 @@ from megaenc.convert.model_card import (
 from megaenc.convert.naming import export_name
 from megaenc.convert.param_mapping import iter_hf_tensors
 from megaenc.convert.run_checkpoint import RunCheckpoint, open_run_checkpoint
-from megaenc.convert.safetensors_writer import parse_dtype, parse_size, write_shards
+from megaenc.convert.safetensors_writer import (
+    compute_digests,
+    parse_dtype,
+    parse_size,
+    write_shards,
+)
 from megaenc.convert.sentence_transformers import write_json, write_sentence_layout
 from megaenc.convert.tokenizer_io import (
     drop_incompatible_mask_role,
@@ -43,7 +49,7 @@ from megaenc.convert.tokenizer_io import (
 from megaenc.convert.verify_export import ProbeBatch, compute_core_outputs, verify_export
 from megaenc.data.tokenizer.special_tokens import set_special_tokens
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, read_vocabulary
-from megaenc.errors import InputError
+from megaenc.errors import InputError, format_error
 from megaenc.hf.checkpoint import GENERATION
 from megaenc.hf.model import find_base_class, find_lowest_version, save_hf_config
 from megaenc.json_files import read_json_or_empty
@@ -312,8 +318,13 @@ class Exporter:
     def check_written(self, directory: Path, step: int) -> None:
         """Raise InputError if `directory` does not hold this export of `step`.
 
-        Its certificate must have the same run and options; nothing else is read.
+        Its certificate must have the same run and options, and the digests of its weights.
         """
+        if not os.path.isfile(directory / CERTIFICATE):
+            raise InputError(
+                f"--output {directory}: missing, expected the export of step {step} next to the "
+                "others; choose another name, or remove them to export all steps again"
+            )
         certificate = read_json_or_empty(directory / CERTIFICATE)
         for name, expected in self._origin(step).items():
             if certificate.get(name) != expected:
@@ -322,6 +333,18 @@ class Exporter:
                     f"{certificate.get(name)}, expected {expected}; remove it or choose another "
                     "name"
                 )
+        try:
+            digests = compute_digests(directory)
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"--output {directory}: damaged weights ({format_error(error)}); remove it or "
+                "choose another name"
+            ) from None
+        if digests != certificate.get("sha256"):
+            raise InputError(
+                f"--output {directory}: exists already, found other weights than {CERTIFICATE} "
+                "names; remove it or choose another name"
+            )
 
     def _origin(self, step: int) -> dict[str, Any]:
         """Return the entries of conversion.json that this export has before it is written."""

@@ -1,6 +1,7 @@
 """Exports in a repository of the Hub: revisions by step, uploaded once."""
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import hub_server
@@ -172,6 +173,39 @@ def test_files_that_the_hub_ignores_are_named_and_uploaded_later(
     main(command)
     assert "uploaded step0, step10, step20 and 1 more; 0 of 4" in capfd.readouterr().out
     assert digests(hub.files("step0")) == digests(read_files(exports[0]))
+
+
+def test_existing_output_with_other_files_than_the_export(two_runs, hub, refusal):
+    words = ["to-hf", "--load", str(two_runs / "run"), "--output", "one"]
+    main(words)
+    words += ["--push", "me/model"]
+    weights = Path("one/model.safetensors")
+    content = weights.read_bytes()
+    weights.unlink()
+    found = "one: exists already, found other weights than conversion.json names"
+    assert found in refusal(main, words)
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert found in refusal(main, words)
+    weights.write_bytes(content[:-1])
+    assert "one: damaged weights (" in refusal(main, words)
+    assert hub.calls == []
+    weights.write_bytes(content)
+    expected = read_files(Path("one"))
+    for name in (".cache/lock", ".DS_Store"):
+        Path("one", name).parent.mkdir(exist_ok=True)
+        Path("one", name).write_text("")
+    main(words)
+    assert digests(hub.files("main")) == digests(expected)
+
+
+def test_exports_of_a_run_that_has_grown_are_incomplete(two_runs, exports, hub, refusal, tmp_path):
+    directory = tmp_path / "hf"
+    shutil.copytree(exports[0].parent, directory)
+    shutil.rmtree(directory / exports[10].name)
+    words = ["to-hf", "--load", two_runs / "run", "--output", directory, "--all"]
+    line = refusal(main, [*map(str, words), "--push", "me/model"])
+    assert f"{exports[10].name}: missing, expected the export of step 10 next to the others" in line
+    assert hub.calls == []
 
 
 def test_existing_output_of_other_options_is_refused(command, hub, refusal):
