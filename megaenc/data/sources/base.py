@@ -7,6 +7,7 @@ set on the Hub.
 
 import bisect
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -68,15 +69,17 @@ def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
     """Return (absolute path, bytes, modification time in ns) of each file, in order.
 
     Raises:
-        InputError: A file is missing or cannot be accessed.
+        InputError: A file is missing, cannot be accessed or is not regular.
     """
     stats = []
     for path in paths:
         try:
-            stat = os.stat(path)
+            status = os.stat(path)
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-        stats.append((os.path.abspath(path), stat.st_size, stat.st_mtime_ns))
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{path}: cannot be read: not a regular file")
+        stats.append((os.path.abspath(path), status.st_size, status.st_mtime_ns))
     return stats
 
 

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from megaenc.data.sources import text_files
-from megaenc.data.sources.base import TOKEN_DTYPES, TextGroup
+from megaenc.data.sources.base import TOKEN_DTYPES, TextGroup, stat_files
 from megaenc.data.sources.text_files import (
     TextBlock,
     extract_texts,
@@ -29,7 +29,7 @@ from megaenc.data.sources.text_files import (
     open_decompressed,
 )
 from megaenc.errors import InputError
-from megaenc.json_checks import JSON_OBJECT, Count, check_json
+from megaenc.json_checks import JSON_OBJECT, Count, Text, check_json
 from megaenc.json_files import read_json_object
 
 _INDEX_BYTES = 1 << 30  # that of mmBERT's midtraining data has 30 MB
@@ -40,7 +40,7 @@ _DTYPES = dict(zip((8, 9, 16, 17, 32, 33, 64, 65), TOKEN_DTYPES, strict=True))
 
 class _File(TypedDict):
     __pydantic_config__ = JSON_OBJECT
-    basename: str
+    basename: Text
     bytes: Count
     hashes: dict[str, str]
 
@@ -73,6 +73,8 @@ class MdsShard:
 
     path: str
     """Absolute path of the file to read: the raw one, or if there is none, the compressed one."""
+    files: list[str]
+    """Absolute paths of the raw file and of the compressed one, of which one may be missing."""
     is_compressed: bool
     file_bytes: int
     raw_bytes: int
@@ -172,6 +174,12 @@ class MdsDataset(TextGroup):
         self._dtype = dtype
         for shard, (_, size, _) in zip(shards, self.file_stats, strict=True):
             self._check_equal(shard, size, shard.file_bytes)
+        self._index_stats = stat_files([path])
+        self.file_stats = [*self.file_stats, *self._index_stats]
+
+    def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
+        """Return the `file_stats` of shards start..stop-1 and of the index."""
+        return [*super().file_stats_between(start, stop), *self._index_stats]
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[MdsBlock]:
         """Yield the samples of shards start..stop-1 as MdsBlocks of about 1 MiB.
@@ -271,8 +279,8 @@ def read_index(path: str) -> list[MdsShard]:
     """Return the shards that the index.json of MDS at `path` lists, in order.
 
     Raises:
-        InputError: The index is damaged or of another version, or a shard is compressed by
-            something other than Zstandard.
+        InputError: The index is damaged or of another version, names a file outside its directory,
+            or a shard is compressed by something other than Zstandard.
     """
     index = read_json_object(Path(path), "the index of MDS shards", _INDEX_BYTES)
     index = check_json(_INDEX_TYPE, index, path, _ADVICE)
@@ -283,7 +291,15 @@ def read_index(path: str) -> list[MdsShard]:
             raise InputError(f"{path}: found columns without encoding or size; {_ADVICE}")
         raw = entry["raw_data"]
         file = raw
-        if entry["zip_data"] is not None and not os.path.exists(_join(path, raw)):
+        files = [_join(path, raw)]
+        if not 4 * entry["samples"] + 8 <= raw["bytes"] < 1 << 32:
+            raise InputError(
+                f"{path}: {raw['basename']}: found {raw['bytes']:,} bytes and "
+                f"{entry['samples']:,} samples, whose offsets do not fit; {_ADVICE}"
+            )
+        if entry["zip_data"] is not None:
+            files.append(_join(path, entry["zip_data"]))
+        if entry["zip_data"] is not None and not os.path.exists(files[0]):
             file = entry["zip_data"]
             compression = entry["compression"] or ""
             if compression.partition(":")[0] != "zstd":
@@ -293,7 +309,8 @@ def read_index(path: str) -> list[MdsShard]:
                 )
         shards.append(
             MdsShard(
-                path=_join(path, file),
+                path=files[0] if file is raw else files[1],
+                files=files,
                 is_compressed=file is not raw,
                 file_bytes=file["bytes"],
                 raw_bytes=raw["bytes"],
@@ -308,8 +325,18 @@ def read_index(path: str) -> list[MdsShard]:
 
 
 def _join(index: str, file: _File) -> str:
-    """Return the absolute path of a file that an index lists."""
-    return os.path.abspath(os.path.join(os.path.dirname(index), file["basename"]))
+    """Return the absolute path of a file that an index lists.
+
+    Raises:
+        InputError: The file is outside the directory of the index.
+    """
+    name = file["basename"]
+    if not name or name.startswith("/") or ".." in name.split("/"):
+        raise InputError(
+            f"{index}: field `basename`: found {name!r}, expected a file in the directory of the "
+            f"index; {_ADVICE}"
+        )
+    return os.path.abspath(os.path.join(os.path.dirname(index), name))
 
 
 def _check_columns(index: str, shard: MdsShard, keys: Sequence[str], dtype: str | None) -> None:

@@ -47,6 +47,7 @@ _KIND_NAMES = {
 }
 _MDS_INDEX = "index.json"
 _MDS_INDEX_START = re.compile(rb'\s*\{\s*("version"\s*:\s*\d+\s*,\s*)?"shards"\s*:\s*\[')
+_MDS_SHARD = re.compile(r"\.mds(\.\w+)?$")  # raw or compressed
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 JsonKey = Annotated[str, tyro.conf.arg(aliases=("--json-keys",))]
@@ -181,7 +182,7 @@ def resolve_inputs(
     kinds: set[str] = set()
     for name in settings.input:
         path = Path(name)
-        if token_dtype is not None and not path.is_dir() and not _is_mds_index(path):
+        if token_dtype is not None and not os.path.isdir(path) and not _is_mds_index(path):
             raise InputError(
                 f"{name}: not a directory, expected one of MDS shards with --input-tokens; "
                 "download a data set of the Hub with `hf download`"
@@ -203,15 +204,18 @@ def resolve_inputs(
             )
         else:
             is_tokens = token_dtype is not None
+            shard_files = []
             if os.path.isdir(path) and (is_tokens or not _is_saved_dataset(path)):
-                files = _find_files(path, inputs.messages, is_tokens)
+                files, shard_files = _find_files(path, inputs.messages, is_tokens)
             else:
                 files = [_classify_file(path)]
             kinds |= {kind for kind, _ in files}
-            sources = list(_build_sources(files, settings, keys, token_dtype))
+            sources = list(_build_sources(files, shard_files, settings, keys, token_dtype))
+            if not sources and files[0][0] == "mds":
+                raise InputError(f"{name}: found no shard in its index.json, expected MDS shards")
             inputs.sources.extend(sources)
             origin = {"path": path.resolve().name, "bytes": sum(source.size for source in sources)}
-            if path.is_dir():
+            if os.path.isdir(path):
                 origin["files"] = sum(len(source.file_stats) for source in sources)
             if is_tokens:
                 origin["tokens"] = keys[0]
@@ -335,13 +339,19 @@ def measure_ranges(inputs: ResolvedInputs, ranges: Sequence[DocumentRange]) -> t
 
 def _build_sources(
     files: Sequence[tuple[str, str]],
+    shard_files: Sequence[str],
     settings: InputConfig,
     keys: Sequence[str],
     token_dtype: str | None,
 ) -> Iterator[TextSource]:
-    """Yield a source for each (kind, path), or for a group of whole text files."""
+    """Yield a source for each (kind, path), or for a group of whole text files.
+
+    Raises:
+        InputError: A source cannot be read, or no index lists one of `shard_files`.
+    """
     # An index may list the shards of subdirectories, which have an index of their own.
     known_shards: set[str] = set()
+    listed_files: set[str] = set()
     for kind, paths in groupby(files, key=lambda entry: entry[0]):
         if kind == "text" and settings.sample_by == "document":
             yield TextGroup([path for _, path in paths], settings.encoding)
@@ -361,7 +371,10 @@ def _build_sources(
                 # A slow import of pydantic.
                 from megaenc.data.sources import mds
 
-                shards = [shard for shard in mds.read_index(path) if shard.path not in known_shards]
+                listed = mds.read_index(path)
+                for shard in listed:
+                    listed_files.update(os.path.realpath(file) for file in shard.files)
+                shards = [shard for shard in listed if shard.path not in known_shards]
                 known_shards.update(shard.path for shard in shards)
                 if shards:
                     yield mds.MdsDataset(path, shards, keys, token_dtype)
@@ -373,6 +386,12 @@ def _build_sources(
                 yield LineFile(
                     path, settings.sample_by if kind == "text" else None, settings.encoding
                 )
+    unlisted = [file for file in shard_files if os.path.realpath(file) not in listed_files]
+    if unlisted:
+        raise InputError(
+            f"{format_paths(unlisted)}: found MDS shards that no index.json lists; copy the data "
+            "set again, or remove them"
+        )
 
 
 def _classify_file(path: Path) -> tuple[str, str]:
@@ -404,14 +423,20 @@ def _classify_file(path: Path) -> tuple[str, str]:
 
 def _find_files(
     directory: Path, messages: list[str], is_tokens: bool = False
-) -> list[tuple[str, str]]:
-    """Return (kind, path) of the readable files under `directory`, sorted by path.
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the readable files under `directory`, and the shards of MDS.
 
     Hidden names are skipped. Links are followed, but each directory is read only once, under its
     first path. What was found and left out is appended to `messages`. In a directory of MDS shards
-    only its index is returned; with `is_tokens`, only such directories are read.
+    only its index is read; with `is_tokens`, only such directories are read.
+
+    Returns:
+        (kind, path) of each file to read, sorted by path, and the paths of the shards, which an
+        index may list.
     """
     entries = []
+    shard_files = []
+    neighbours = []
     unknown = []
     duplicates = []
     visited = {_directory_identity(directory)}
@@ -436,25 +461,39 @@ def _find_files(
             else:
                 unvisited.append(name)
         directories[:] = unvisited
-        if _MDS_INDEX in names and _is_mds_index(full := os.path.join(parent, _MDS_INDEX)):
-            entries.append((os.path.normpath(os.path.join(inner, _MDS_INDEX)), "mds", full))
-            continue  # the other files are its shards and statistics
+        names = [name for name in names if not name.startswith(".")]
+        # A damaged index does not begin as one; reading it raises an error.
+        has_index = _MDS_INDEX in names and (
+            any(map(_MDS_SHARD.search, names)) or _is_mds_index(os.path.join(parent, _MDS_INDEX))
+        )
         for name in names:
             path = os.path.normpath(os.path.join(inner, name))
             full = os.path.join(parent, name)
-            if name.startswith("."):
-                continue
             kind = None if is_tokens else _kind_from_suffix(name)
-            if kind and os.path.isfile(full):
+            if _MDS_SHARD.search(name):
+                shard_files.append(full)
+            elif has_index and name == _MDS_INDEX:
+                entries.append((path, "mds", full))
+            elif has_index:
+                neighbours.append(path)
+            elif kind and os.path.isfile(full):
                 entries.append((path, kind, full))
             else:
                 unknown.append(path)
     unknown.sort()
+    neighbours.sort()
+    shard_files.sort()
     if not entries:
+        names = [os.path.relpath(file, directory) for file in shard_files] + unknown
         expected = "MDS shards and their index.json with --input-tokens" if is_tokens else EXPECTED
         raise InputError(
             f"{directory}: holds nothing to "
-            f"read{f' but {format_paths(unknown)}' if unknown else ''}; expected {expected}"
+            f"read{f' but {format_paths(names)}' if names else ''}; expected {expected}"
+        )
+    if neighbours:
+        messages.append(
+            f"{directory}: {len(neighbours):,} left out, next to an index of MDS shards: "
+            f"{format_paths(neighbours)}"
         )
     if unknown:
         reason = "not MDS" if is_tokens else "unknown kind of file"
@@ -470,7 +509,7 @@ def _find_files(
     counts = Counter(kind for _, kind, _ in entries)
     parts = [f"{counts[kind]:,} {_KIND_NAMES[kind]}" for kind in sorted(counts)]
     messages.append(f"{directory}: {', '.join(parts)}")
-    return [(kind, full) for _, kind, full in entries]
+    return [(kind, full) for _, kind, full in entries], shard_files
 
 
 def _directory_identity(directory: str | Path) -> tuple[int, int]:

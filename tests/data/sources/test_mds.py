@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -19,7 +20,13 @@ from text_helpers import (
 from megaenc.data.indexed.metadata import read_corpus_metadata
 from megaenc.data.preprocess.command import preprocess
 from megaenc.data.sources import text_files
-from megaenc.data.sources.resolve import InputConfig, read_blocks, read_texts, resolve_inputs
+from megaenc.data.sources.resolve import (
+    DocumentRange,
+    InputConfig,
+    read_blocks,
+    read_texts,
+    resolve_inputs,
+)
 from megaenc.data.tokenizer.special_tokens import SpecialTokens, set_special_tokens
 from megaenc.errors import InputError
 
@@ -58,7 +65,7 @@ def test_texts_of_columns_with_and_without_fixed_sizes(
     assert parse_blocks(blocks, ("meta", "text")) == ([("m", text) for text in TEXTS], 0)
     assert len(blocks) == (len(TEXTS) if block_bytes == 100 else 3)
     assert blocks[-1].position == inputs.size
-    assert inputs.origins == [{"path": "d", "bytes": inputs.size, "files": 3}]
+    assert inputs.origins == [{"path": "d", "bytes": inputs.size, "files": 4}]
     (source,) = inputs.sources
     assert source.find_split_point(1) == 1
     assert parse_blocks(source.read_blocks(1, 2, 0)) == ([(text,) for text in TEXTS[2:4]], 0)
@@ -88,6 +95,15 @@ def test_shards_listed_by_several_indices_are_read_once_and_nothing_next_to_them
     index.write_text(json.dumps({"version": 2, "shards": entries}))
     for path in (tmp_path, tmp_path / "train", index):
         assert texts_of(path) == expected
+    for name in ("a", "b"):
+        (tmp_path / "train" / name / "index.json").unlink()
+        (tmp_path / "train" / name / "stats.json").unlink()
+    (tmp_path / "train" / "notes.txt").write_text("not read")
+    assert texts_of(tmp_path) == expected
+    assert open_mds(tmp_path).messages == [
+        f"{tmp_path}: 1 left out, next to an index of MDS shards: train/notes.txt",
+        f"{tmp_path}: 1 indices of MDS shards",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +142,7 @@ def test_token_ids_give_the_corpus_of_their_texts(
 def test_special_tokens_that_no_flag_names_are_refused(tmp_path):
     tokenizer = set_special_tokens(small_tokenizer(), SpecialTokens("template", (1,), (0,)))
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    samples = [{"ids": encode_array([1, 5, 6], np.uint16)}]
+    samples = [{"ids": encode_array(ids, np.uint16)} for ids in ([1, 5, 6],)]
     directory = write_mds(tmp_path / "d", {"ids": "ndarray:uint16"}, samples)
     settings = corpus_settings(
         directory, str(tmp_path / "tokenizer"), input_tokens="ids", append_eod=False
@@ -134,12 +150,15 @@ def test_special_tokens_that_no_flag_names_are_refused(tmp_path):
     with pytest.raises(InputError) as error:
         preprocess(settings)
     assert "around the first document, expected --special-tokens template" in str(error.value)
-    for mode, ids in (("template", [1, 5, 6, 0]), ("none", [1, 5, 6])):
+    for mode, documents in (
+        ("template", [[1, 5, 6, 0]]),
+        ("none", [[1, 5, 6]]),
+    ):
         changed = dataclasses.replace(
             settings, special_tokens=mode, output_prefix=str(tmp_path / mode)
         )
         (prefix,) = preprocess(changed)
-        assert documents_of(prefix) == [[ids]]
+        assert documents_of(prefix) == [[ids] for ids in documents]
 
 
 def test_an_array_of_a_fixed_shape_is_a_document(tmp_path):
@@ -196,6 +215,26 @@ def change_index(directory, **changes):
     path.write_text(json.dumps(index))
 
 
+def change_file(directory, **changes):
+    path = directory / "index.json"
+    index = json.loads(path.read_text())
+    index["shards"][1]["raw_data"] |= changes
+    path.write_text(json.dumps(index))
+
+
+def replace_by_fifo(directory):
+    change_file(directory, bytes=1000)
+    (directory / "shard.00001.mds").unlink()
+    os.mkfifo(directory / "shard.00001.mds")
+
+
+def drop_last_shard(directory):
+    path = directory / "index.json"
+    path.write_text(
+        json.dumps({"version": 2, "shards": json.loads(path.read_text())["shards"][:2]})
+    )
+
+
 def change_shard(directory, change):
     path = directory / "shard.00001.mds"
     data = bytearray(path.read_bytes())
@@ -213,6 +252,30 @@ def change_shard(directory, change):
         (
             lambda path: (path / "index.json").write_text('{"shards": [{"ver'),
             "index.json: not JSON (Unterminated string",
+        ),
+        (
+            lambda path: (path / "index.json").write_text(""),
+            "index.json: not JSON (Expecting value",
+        ),
+        (lambda path: (path / "index.json").write_text("{}"), "index.json: no field `version`"),
+        (
+            lambda path: (path / "index.json").unlink(),
+            "holds nothing to read but shard.00000.mds, shard.00001.mds",
+        ),
+        (drop_last_shard, "shard.00002.mds: found MDS shards that no index.json lists"),
+        (replace_by_fifo, "shard.00001.mds: cannot be read: not a regular file"),
+        (lambda path: change_file(path, basename=""), "`basename`: found '', expected a file in"),
+        (lambda path: change_file(path, basename="/etc/passwd"), "found '/etc/passwd', expected"),
+        (lambda path: change_file(path, basename="a/../../b"), "found 'a/../../b', expected"),
+        (lambda path: change_file(path, basename="a\0"), "`shards.1.raw_data.basename`: found "),
+        (lambda path: change_file(path, basename="\ud800"), "`shards.1.raw_data.basename`: found "),
+        (
+            lambda path: change_index(path, samples=1 << 40),
+            "1,099,511,627,776 samples, whose offsets do not fit",
+        ),
+        (
+            lambda path: change_file(path, bytes=1 << 32),
+            "shard.00001.mds: found 4,294,967,296 bytes",
         ),
         (lambda path: change_index(path, column_sizes=[]), "columns without encoding or size"),
         (
@@ -256,6 +319,30 @@ def test_damaged_shards_and_indices_are_one_line(tmp_path, damage, message):
         texts_of(directory)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_shards_without_an_index_are_not_left_out(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    directory = write_mds(tmp_path / "d", {"text": "str"}, SAMPLES)
+    (directory / "index.json").unlink()
+    with pytest.raises(InputError, match="shards that no index"):
+        texts_of(tmp_path)
+
+
+def test_an_index_without_shards_is_refused(tmp_path):
+    directory = write_mds(tmp_path / "d", {"text": "str"}, [])
+    for path in (directory, directory / "index.json"):
+        with pytest.raises(InputError, match="found no shard in its index"):
+            texts_of(path)
+
+
+def test_an_index_must_not_change_while_its_shards_are_read(tmp_path):
+    directory = write_mds(tmp_path / "d", {"text": "str"}, SAMPLES)
+    inputs = open_mds(directory)
+    inputs.check_unchanged([DocumentRange(0, 0, 1)])
+    change_file(directory, comment="other")
+    with pytest.raises(InputError, match=r"index\.json: changed while it was read"):
+        inputs.check_unchanged([DocumentRange(0, 0, 1)])
 
 
 def test_a_raw_file_is_read_instead_of_its_compressed_one(tmp_path):
