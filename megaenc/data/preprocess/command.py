@@ -86,7 +86,7 @@ def prepare_job(settings: PreprocessConfig) -> PreprocessJob:
         encoder = get_encoder(tokenizer)
     else:
         if not special_tokens.count and settings.special_tokens is None:
-            _check_first_document(settings, inputs, tokenizer)
+            _check_first_documents(settings, inputs, tokenizer)
         encoder = TokenIds(vocabulary.size, special_tokens)
     block_tokenizer = BlockTokenizer(
         encoder=encoder,
@@ -157,29 +157,25 @@ def _choose_special_tokens(settings: PreprocessConfig, tokenizer: Any) -> Specia
     return special
 
 
-def _check_first_document(
+def _check_first_documents(
     settings: PreprocessConfig, inputs: resolve.ResolvedInputs, tokenizer: Any
 ) -> None:
-    """Raise InputError if the first document of token ids has tokens of the template.
+    """Raise InputError if one of the first documents of token ids has special tokens.
 
     Without --special-tokens, the metadata would have none.
     """
-    from megaenc.data.tokenizer.special_tokens import FLAG, read_template
+    from megaenc.data.tokenizer.special_tokens import FLAG, resolve_special_tokens
 
-    template = read_template(tokenizer)
-    documents = (
-        document
-        for block in resolve.read_blocks(inputs)
-        for document in block.parse(settings.keys, True).texts
-    )
+    special = resolve_special_tokens(tokenizer, "")
+    block = next(resolve.read_blocks(inputs), None)
+    documents = [] if block is None else block.parse(settings.keys, True).texts
     for (tokens,) in documents:
-        if len(template.strip(tokens)) < len(tokens):
+        if len(special.strip(tokens)) < len(tokens):
             raise InputError(
                 f"--input-tokens {settings.input_tokens}: found special tokens of "
-                f"{template.describe(tokenizer)} around the first document, expected "
-                f"{FLAG} template, which adds missing ones, or {FLAG} none"
+                f"{special.describe(tokenizer)} around a document, expected "
+                f"{FLAG} {special.mode}, which adds missing ones, or {FLAG} none"
             )
-        return
 
 
 def _load_or_train_punkt(settings: PreprocessConfig, inputs: resolve.ResolvedInputs) -> PunktModel:

@@ -142,23 +142,31 @@ def test_token_ids_give_the_corpus_of_their_texts(
 def test_special_tokens_that_no_flag_names_are_refused(tmp_path):
     tokenizer = set_special_tokens(small_tokenizer(), SpecialTokens("template", (1,), (0,)))
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    samples = [{"ids": encode_array(ids, np.uint16)} for ids in ([1, 5, 6],)]
+    samples = [{"ids": encode_array(ids, np.uint16)} for ids in ([5, 7], [1, 5, 6])]
     directory = write_mds(tmp_path / "d", {"ids": "ndarray:uint16"}, samples)
     settings = corpus_settings(
         directory, str(tmp_path / "tokenizer"), input_tokens="ids", append_eod=False
     )
     with pytest.raises(InputError) as error:
         preprocess(settings)
-    assert "around the first document, expected --special-tokens template" in str(error.value)
+    assert "around a document, expected --special-tokens template" in str(error.value)
     for mode, documents in (
-        ("template", [[1, 5, 6, 0]]),
-        ("none", [[1, 5, 6]]),
+        ("template", [[1, 5, 7, 0], [1, 5, 6, 0]]),
+        ("none", [[5, 7], [1, 5, 6]]),
     ):
         changed = dataclasses.replace(
             settings, special_tokens=mode, output_prefix=str(tmp_path / mode)
         )
         (prefix,) = preprocess(changed)
         assert documents_of(prefix) == [[ids] for ids in documents]
+
+
+def test_an_eos_that_no_flag_names_is_refused(tmp_path, tokenizer_directory):
+    samples = [{"ids": encode_array(ids, np.uint16)} for ids in ([5, 7], [5, 6, 0])]
+    directory = write_mds(tmp_path / "d", {"ids": "ndarray:uint16"}, samples)
+    settings = corpus_settings(directory, tokenizer_directory, input_tokens="ids", append_eod=False)
+    with pytest.raises(InputError, match="around a document, expected --special-tokens eod, "):
+        preprocess(settings)
 
 
 def test_an_array_of_a_fixed_shape_is_a_document(tmp_path):
