@@ -272,7 +272,7 @@ def get_split_key(example: LabelledText | TaggedWords | Question) -> str | tuple
 
 
 def _get_classes(example: LabelledText | TaggedWords | Question) -> tuple[int, ...]:
-    """Return the different label or tag indices of an example; none in regression and QA."""
+    """Return the label or tag indices of an example, none in regression and QA."""
     if isinstance(example, TaggedWords):
         return tuple(set(example.tags))
     label = getattr(example, "label", ())

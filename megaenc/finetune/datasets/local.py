@@ -173,7 +173,7 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
 
 
 def check_split_fraction(fraction: float, path: Path) -> None:
-    """Check that the data at `path` is a single file, which --validation-fraction splits.
+    """Check that --validation-fraction can split `path`, a single file of data.
 
     Args:
         fraction: Value of the flag, above 0.
@@ -258,7 +258,9 @@ def _read_first_row(files: Mapping[SplitName, Path]) -> tuple[Path, str, dict[st
 def leave_out_hidden_test(
     name: str, place: str, family: TaskFamily, parts: dict[SplitName, Part]
 ) -> None:
-    """Remove a test split whose labels are hidden, with a message, if there are three splits.
+    """Remove a test split with hidden labels if it is one of three splits.
+
+    A message says so.
 
     Args:
         name, place: Data set, and source of `parts`, in messages.
