@@ -512,7 +512,7 @@ def read_label_list(row: Mapping[str, Any], location: str) -> list[Any]:
 
 
 def parse_number(value: Any, location: str) -> float:
-    """Return the label `value` of regression, a number of float32 or its digits as text.
+    """Return the label `value` of regression, a number of float32 or text with one.
 
     Args:
         location: Start of the error, such as file:line.
