@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -222,7 +222,12 @@ def resolve_inputs(
         inputs.origins.append(origin)
     if len(settings.input) > 1:
         inputs.messages.extend(_find_files_read_twice(inputs))
-    # A flag without effect is a mistake.
+    _check_flags_have_effect(settings, kinds)
+    return inputs
+
+
+def _check_flags_have_effect(settings: InputConfig, kinds: Collection[str]) -> None:
+    """Raise InputError if a flag is given that no source of the `kinds` reads."""
     needs = (
         ("sample_by", {"text"}, "a text file (.txt, .text, .md)"),
         ("dataset_config", {"hub"}, "a data set of the Hugging Face Hub"),
@@ -235,7 +240,6 @@ def resolve_inputs(
         if value != getattr(InputConfig, name) and not kinds & needed:
             text = repr(value) if name == "delimiter" else value
             raise InputError(f"--{name.replace('_', '-')} {text}: none of --input is {expected}")
-    return inputs
 
 
 def _find_files_read_twice(inputs: ResolvedInputs) -> list[str]:
@@ -447,16 +451,12 @@ def _find_files(
     for parent, directories, names in os.walk(directory, onerror=unreadable, followlinks=True):
         inner = os.path.relpath(parent, directory)
         unvisited = []
-        for name in sorted(directories):
+        for name, is_new in _visit_directories(parent, directories, visited):
             path = os.path.normpath(os.path.join(inner, name))
             full = os.path.join(parent, name)
-            if name.startswith("."):
-                continue
-            if (identity := _directory_identity(full)) in visited:
+            if not is_new:
                 duplicates.append(path)
-                continue
-            visited.add(identity)
-            if not is_tokens and _is_saved_dataset(Path(full)):
+            elif not is_tokens and _is_saved_dataset(Path(full)):
                 entries.append((path, "saved", full))
             else:
                 unvisited.append(name)
@@ -490,26 +490,33 @@ def _find_files(
             f"{directory}: holds nothing to "
             f"read{f' but {format_paths(names)}' if names else ''}; expected {expected}"
         )
-    if neighbours:
-        messages.append(
-            f"{directory}: {len(neighbours):,} left out, next to an index of MDS shards: "
-            f"{format_paths(neighbours)}"
-        )
-    if unknown:
-        reason = "not MDS" if is_tokens else "unknown kind of file"
-        messages.append(
-            f"{directory}: {len(unknown):,} left out, {reason}: {format_paths(unknown)}"
-        )
-    if duplicates:
-        messages.append(
-            f"{directory}: {len(duplicates):,} directories left out, read under another path: "
-            f"{format_paths(duplicates)}"
-        )
+    reasons = {
+        "left out, next to an index of MDS shards": neighbours,
+        f"left out, {'not MDS' if is_tokens else 'unknown kind of file'}": unknown,
+        "directories left out, read under another path": duplicates,
+    }
+    for reason, paths in reasons.items():
+        if paths:
+            messages.append(f"{directory}: {len(paths):,} {reason}: {format_paths(paths)}")
     entries.sort()
     counts = Counter(kind for _, kind, _ in entries)
     parts = [f"{counts[kind]:,} {_KIND_NAMES[kind]}" for kind in sorted(counts)]
     messages.append(f"{directory}: {', '.join(parts)}")
     return [(kind, full) for _, kind, full in entries], shard_files
+
+
+def _visit_directories(
+    parent: str, names: Sequence[str], visited: set[tuple[int, int]]
+) -> Iterator[tuple[str, bool]]:
+    """Yield the visible ones of sorted directory `names`, and whether each is new.
+
+    They are in `parent`. New ones are added to `visited`, as (device, inode).
+    """
+    for name in sorted(names):
+        if not name.startswith("."):
+            identity = _directory_identity(os.path.join(parent, name))
+            yield name, identity not in visited
+            visited.add(identity)
 
 
 def _directory_identity(directory: str | Path) -> tuple[int, int]:
