@@ -22,7 +22,11 @@ from megaenc.study.claims.decision import (
     judge_equality,
 )
 from megaenc.study.manifest.model_key import ModelKey
-from megaenc.study.results.groups import format_percent, is_size_order_known
+from megaenc.study.results.groups import (
+    format_percent,
+    is_mlm_from_scratch,
+    is_size_order_known,
+)
 from megaenc.study.stats import inference
 from megaenc.study.stats.comparisons import (
     Comparison,
@@ -372,7 +376,7 @@ def _ratios_by_size(planned: Iterable[ModelKey]) -> dict[str, tuple[int, list[fl
     """
     ratios_by_budget: dict[tuple[str, int], set[float]] = defaultdict(set)
     for key in planned:
-        if _is_mlm_from_scratch(key):
+        if is_mlm_from_scratch(key):
             ratios_by_budget[key.size, key.steps].add(key.mask_ratio)
     several = {
         place: sorted(ratios) for place, ratios in ratios_by_budget.items() if len(ratios) > 1
@@ -400,7 +404,7 @@ def judge_mask_ratios(scope: TestScope) -> PendingVerdict:
         evaluated = [
             key
             for key in models.model_keys
-            if _is_mlm_from_scratch(key) and (key.size, key.steps) == (size, steps)
+            if is_mlm_from_scratch(key) and (key.size, key.steps) == (size, steps)
         ]
         for pair in itertools.combinations(ratios, 2):
             is_side = (lambda key, ratio=ratio: key.mask_ratio == ratio for ratio in pair)
@@ -488,7 +492,7 @@ def judge_high_ratios(scope: TestScope) -> PendingVerdict:
             continue
         by_seed: dict[int, dict[float, ModelKey]] = defaultdict(dict)
         for key in scope.models.model_keys:
-            if _is_mlm_from_scratch(key) and (key.size, key.steps) == (size, steps):
+            if is_mlm_from_scratch(key) and (key.size, key.steps) == (size, steps):
                 by_seed[key.seed][key.mask_ratio] = key
         complete: dict[int, list[ModelKey]] = {}
         for seed, by_ratio in by_seed.items():
@@ -514,8 +518,3 @@ def judge_high_ratios(scope: TestScope) -> PendingVerdict:
             Contrast(("high mask ratios", "low ones"), size, str(TaskFamily.IR), label, size, terms)
         )
     return judge_direction(scope, contrasts)
-
-
-def _is_mlm_from_scratch(key: ModelKey) -> bool:
-    """Return whether a decayed model was trained with MLM only, at one mask ratio."""
-    return key.decayed and bool(key.mask_ratio) and not key.clm_steps and not key.cpt_mlm_steps

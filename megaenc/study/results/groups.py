@@ -147,6 +147,12 @@ def is_continued(model_key: ModelKey) -> bool:
     return model_key.decayed and model_key.cpt_mlm_steps > 0 and not model_key.schedule
 
 
+def is_mlm_from_scratch(model_key: ModelKey) -> bool:
+    """Return whether a finished model was trained with MLM only, at one mask ratio."""
+    steps_of_others = model_key.clm_steps + model_key.cpt_mlm_steps
+    return model_key.decayed and bool(model_key.mask_ratio) and not steps_of_others
+
+
 def _is_single_objective(model_key: ModelKey) -> bool:
     """Return whether a finished model was trained in one run, only CLM or only MLM."""
     return is_from_scratch(model_key) and objective_name(model_key) != "CLM + MLM"

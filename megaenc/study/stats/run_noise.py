@@ -13,7 +13,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.results.aggregate import STUDY_DATASETS
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import AVERAGE, Score
-from megaenc.study.results.groups import ZERO_SHOT, is_average
+from megaenc.study.results.groups import ZERO_SHOT, is_average, is_mlm_from_scratch
 from megaenc.study.stats.comparisons import ModelSelector
 
 Place = tuple[str, str]
@@ -142,12 +142,7 @@ def estimate_run_noise(models: ModelSelector) -> RunNoise:
     curves: dict[str, dict[float, ModelKey]] = {}
     collapsed = {score.model_key for score in models.evidence.scores if score.is_collapsed}
     mlm_only = [
-        key
-        for key in models.model_keys
-        if key.decayed
-        and key.mask_ratio
-        and not key.clm_steps + key.cpt_mlm_steps
-        and key not in collapsed
+        key for key in models.model_keys if is_mlm_from_scratch(key) and key not in collapsed
     ]
     for key in sorted(mlm_only, key=lambda key: -key.steps):
         ratios = {
