@@ -137,5 +137,5 @@ def choose_threshold(gold: np.ndarray, probabilities: np.ndarray) -> float:
     scores = 2 * right / (np.arange(1, gold.size + 1) + gold.sum())
     scores[:-1][ranked[:-1] == ranked[1:]] = -1  # no threshold is between equal probabilities
     best = int(scores.argmax())
-    following = np.append(ranked[1:], 0.0)
-    return float((ranked[best] + following[best]) / 2)
+    next_probabilities = np.append(ranked[1:], 0.0)
+    return float((ranked[best] + next_probabilities[best]) / 2)
