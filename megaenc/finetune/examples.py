@@ -42,7 +42,7 @@ class TaskFamily(StrEnum):
 
 
 STUDY_FAMILIES = (TaskFamily.SC, TaskFamily.TC, TaskFamily.QA, TaskFamily.IR)
-"""Task families of the study."""
+"""Task families of the study's claims, figures and averages; the others are in its tables only."""
 SEQUENCE_FAMILIES = (TaskFamily.SC, TaskFamily.REGRESSION, TaskFamily.MULTI_LABEL)
 """Task families whose examples are `LabelledText`, and whose head reads one state of each text."""
 

@@ -286,9 +286,9 @@ def judge(
 ) -> list[Verdict]:
     """Return the verdict on each part of the six claims, sorted by name: 1a to 6c.
 
-    It is `no data` if scores are missing. p is corrected by Holm over all parts that have one,
-    those of `zero_shot` too. Example scores of all compared models are read from their files, and
-    InputError is raised if one has become missing or invalid.
+    It is `no data` if scores are missing; only those of STUDY_FAMILIES are tested. p is corrected
+    by Holm over all parts that have one, those of `zero_shot` too. Example scores of all compared
+    models are read from their files, and InputError is raised if one has become missing or invalid.
 
     Args:
         evidence: Fine-tuning scores, by the function `read_evidence`, `published` or `raw`.
@@ -298,7 +298,8 @@ def judge(
             parts 1f, 4c and 5c; None to leave these out.
     """
     drafts: list[_TestedClaim] = []
-    for scores, claims in ((evidence, _CLAIMS), (zero_shot, _ZERO_SHOT_CLAIMS)):
+    study_evidence = evidence.select_study_families()
+    for scores, claims in ((study_evidence, _CLAIMS), (zero_shot, _ZERO_SHOT_CLAIMS)):
         if scores is None:
             continue
         models = ModelSelector(scores)

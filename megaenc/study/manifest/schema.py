@@ -367,11 +367,6 @@ def _build_grid(keys: Mapping[str, Any]) -> GridConfig:
         raise InputError(
             f"finetune: field `seeds`: found {grid.seeds:,}, expected at most {_MAX_SEEDS:,}"
         )
-    if grid.protocol.threshold != "0.5":
-        raise InputError(
-            f"finetune: field `threshold`: found {grid.protocol.threshold}, expected 0.5: "
-            "a study has no multi_label data"
-        )
     count = len(grid.datasets) * len(grid.learning_rates) * grid.seeds
     if count > _MAX_RESULTS:
         product = "datasets x learning_rates x seeds"

@@ -1,7 +1,7 @@
 """Training sets of a study's fine-tuning grid.
 
-They follow from the names of the data sets. Of local data the first row is read, if it is there, to
-refuse tasks that a study does not have.
+They follow from the names of the data sets. Of local data the first row is read only with
+`threshold`, to refuse other tasks than multi-label classification.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from megaenc.console import truncate_text
 from megaenc.errors import InputError, closest_match
 from megaenc.finetune.datasets import beir, demo, hub, local
 from megaenc.finetune.datasets.registry import parse_dataset_name
-from megaenc.finetune.examples import STUDY_FAMILIES, TaskFamily
+from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.grid.command import GridConfig
 from megaenc.study.manifest.pretrain_args import prefix_errors
 
@@ -23,15 +23,14 @@ from megaenc.study.manifest.pretrain_args import prefix_errors
 class TrainingSet:
     """Data set to fine-tune on, with those to evaluate on (several in retrieval).
 
-    `train_on` and `datasets` are names in results. `family` is SC or TC (sequence or token
-    classification), QA (question answering) or IR (retrieval), or "" for local files, which
-    determine it when they are read.
+    `train_on` and `datasets` are names in results. `family` is the value of a TaskFamily, such as
+    SC, or "" for local files, which determine it when they are read.
     """
 
     train_on: str
     """name in results"""
     family: str
-    """task family SC, TC, QA or IR; "" for local files, which determine it when they are read"""
+    """value of a TaskFamily; "" for local files, which determine it when they are read"""
     datasets: tuple[str, ...]
     """names in results of the sets to evaluate on"""
 
@@ -127,14 +126,15 @@ def _parse_dataset(dataset: str, grid: GridConfig, data_dir: Path) -> tuple[str,
         family = grid.data.task or (
             "IR" if os.path.isdir(path) and beir.is_beir_directory(path) else ""
         )
+    if grid.protocol.threshold != "0.5":
         task = family
         if not task and os.path.exists(path):
             with contextlib.suppress(InputError):  # invalid data is for the grid to refuse
                 task = local.infer_local_family(path)
-        if task and task not in STUDY_FAMILIES:
+        if task and task != TaskFamily.MULTI_LABEL:
             raise InputError(
-                f"finetune: field `datasets`: found {truncate_text(dataset)} of the task {task}, "
-                f"expected one of {', '.join(STUDY_FAMILIES)}; use `megaenc finetune grid`"
+                f"finetune: field `threshold`: found {grid.protocol.threshold}, expected 0.5: "
+                f"{truncate_text(dataset)} is of the task {task}, not multi_label"
             )
     if family != TaskFamily.IR:
         return name, family, name

@@ -5,6 +5,7 @@ with --published, it reports the study's published tables only. Published values
 those of the same models. The page has all tables and figures, and a verdict on each claim.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,12 +254,6 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
         flops = {}
     else:
         flops = published_flops_by_model(evidence)
-    available_metrics = {
-        name for result in results if result.test is not None for name in result.test.metrics
-    }
-    metrics = [
-        name for names in STANDARD_METRICS.values() for name in names if name in available_metrics
-    ]
     dropped = len(existing) - len(results)
     facts = [
         *methods.read_notes(Path(config.results), config.about),
@@ -286,14 +281,40 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
         facts=facts,
         runs=runs,
         standard=[
-            build_evidence(results, model_keys.get, name, config.interval, scope)
-            for name in metrics
+            build_evidence(metric_results, model_keys.get, name, config.interval, scope)
+            for name, metric_results in _group_by_standard_metric(results).items()
         ],
         zero_shot=zero_shot,
         published=published(),
         checks=checks,
         notices=notices,
     )
+
+
+def _group_by_standard_metric(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Return the results of the families that each standard metric belongs to.
+
+    They are those of STANDARD_METRICS, and all metrics of the other families. Metrics without a
+    value are left out.
+    """
+    families: dict[str, set[str]] = defaultdict(set)
+    for family, names in STANDARD_METRICS.items():
+        for name in names:
+            families[name].add(family)
+    for result in results:
+        if result.test is not None and result.family not in STANDARD_METRICS:
+            for name in result.test.metrics:
+                families[name].add(result.family)
+    families.pop("threshold", None)  # of MULTI_LABEL, which is no score
+    results_by_metric = {
+        name: [result for result in results if result.family in members]
+        for name, members in families.items()
+    }
+    return {
+        name: members
+        for name, members in results_by_metric.items()
+        if any(result.test is not None and name in result.test.metrics for result in members)
+    }
 
 
 def _check_results(

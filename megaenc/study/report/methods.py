@@ -11,6 +11,7 @@ from scipy.special import stdtr
 from megaenc.console import format_number
 from megaenc.errors import InputError
 from megaenc.finetune.config import format_learning_rate
+from megaenc.finetune.examples import STUDY_FAMILIES
 from megaenc.finetune.results.aggregate import IntervalKind
 from megaenc.finetune.results.files import TIMING, Result
 from megaenc.json_files import read_json_or_empty
@@ -43,8 +44,8 @@ def published_facts() -> list[Fact]:
 def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact]:
     """Return facts, (name, text) pairs, on fine-tuning.
 
-    They are models, data sets, runs, seeds, learning rates and, if known, hours; those without a
-    value are left out.
+    They are models, data sets, families that are in tables only, runs, seeds, learning rates and,
+    if known, hours; those without a value are left out.
 
     Args:
         results: All results, finished and failed.
@@ -60,9 +61,14 @@ def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact
     rates = {rate for grid in evidence.grids for rate, _ in grid.collapsed_by_run}
     seeds = {seed for grid in evidence.grids for _, seed in grid.collapsed_by_run}
     seconds = _total_seconds(results)
+    others = [family for family, _ in evidence.datasets() if family not in STUDY_FAMILIES]
     facts = [
         ("Models", f"{len({result.model for result in finished})} evaluated{planned}"),
         ("Data sets", f"{len({(result.family, result.dataset) for result in finished})}"),
+        (
+            "In tables only",
+            f"{_format_unique(others)}: no verdict or figure is about them" if others else "",
+        ),
         ("Fine-tuning", counts),
         ("Fine-tuning seeds", _format_unique(sorted(seeds))),
         ("Learning rates", _format_unique(map(format_learning_rate, sorted(rates)))),

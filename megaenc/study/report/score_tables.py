@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from megaenc.finetune.config import format_learning_rate
+from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results import aggregate
 from megaenc.finetune.results.aggregate import RateSensitivity
 from megaenc.study.manifest.model_key import ModelKey
@@ -18,7 +19,6 @@ from megaenc.study.report.methods import describe_intervals
 from megaenc.study.report.table import CellValue, Column, Table, TableRow, format_score
 from megaenc.study.results.evidence import Evidence, GridStatus, Score, collapsed_by_training
 from megaenc.study.results.groups import (
-    FAMILY_LABELS,
     METRIC_LABELS,
     SETUP_TITLES,
     STANDARD_METRICS,
@@ -115,14 +115,14 @@ def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence
 
     Args:
         evidence: Scores whose models and their order the tables have.
-        standard: Scores of the same results, one Evidence per metric; those of metrics that are not
-            in STANDARD_METRICS are ignored. Without any, the list is empty.
+        standard: Scores of the same results, one Evidence per metric; those of a family in
+            STANDARD_METRICS in other metrics are ignored. Without any, the list is empty.
     """
     by_metric = {metric_evidence.metric: metric_evidence for metric_evidence in standard}
     places = [
-        (f"{family}, {METRIC_LABELS[metric]}", by_metric[metric], family, name)
-        for family in FAMILY_LABELS
-        for metric in STANDARD_METRICS[family]
+        (f"{family}, {METRIC_LABELS.get(metric, metric)}", by_metric[metric], str(family), name)
+        for family in TaskFamily
+        for metric in STANDARD_METRICS.get(family, by_metric)
         if metric in by_metric
         for name in datasets_by_family(by_metric[metric].datasets()).get(family, ())
     ]

@@ -9,7 +9,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,12 +49,12 @@ RateScores = Mapping[float, Mapping[int, float]]
 class Score:
     """Mean score of one model on a data set, or its average over a task family.
 
-    Scores are fractions, 0 to 1. `model` is the name, `model_key` None outside the study, `family`
-    the code SC, TC, QA, IR or ZS, and `dataset` a name or AVERAGE. `mean` and `seed_scores` are at
-    the learning rate that was chosen on validation, `rate_scores` at all rates; both mappings are
-    empty for published tables. `half_width` is half the 95 % interval over fine-tuning seeds; None
-    for a single one. `members` has the scores behind an average; it is empty for data sets and
-    published averages.
+    Scores are fractions, from 0 or, of correlations, from -1 to 1. `model` is the name, `model_key`
+    None outside the study, `family` the value of a TaskFamily or ZS, and `dataset` a name or
+    AVERAGE. `mean` and `seed_scores` are at the learning rate that was chosen on validation,
+    `rate_scores` at all rates; both mappings are empty for published tables. `half_width` is half
+    the 95 % interval over fine-tuning seeds; None for a single one. `members` has the scores behind
+    an average; it is empty for data sets and published averages.
     """
 
     model: str
@@ -274,11 +274,19 @@ class Evidence:
         """
         return reference_mask_ratio(self.planned_model_keys())
 
+    def select_study_families(self) -> "Evidence":
+        """Return the evidence for claims and figures: that of STUDY_FAMILIES."""
+        return replace(
+            self,
+            scores=[score for score in self.scores if score.family in STUDY_FAMILIES],
+            grids=[grid for grid in self.grids if grid.family in STUDY_FAMILIES],
+        )
+
     def datasets(self) -> list[tuple[str, str]]:
         """Return the distinct (family, data set) pairs with a score.
 
-        Families are in the order SC, TC, QA, IR, others. In each, the study's data sets come first,
-        then others, then averages.
+        Families are in the order of TaskFamily, then others. In each, the study's data sets come
+        first, then others, then averages.
         """
         by_family = datasets_by_family(
             ((score.family, score.dataset) for score in self.scores), STUDY_DATASETS
@@ -316,8 +324,7 @@ def build_evidence(
 ) -> Evidence:
     """Build the scores, averages and states of runs in one metric from results.
 
-    Models and data sets that have no rate with every seed finished have no score. Results of task
-    families that are not in STUDY_FAMILIES are an InputError.
+    Models and data sets that have no rate with every seed finished have no score.
 
     Args:
         results: Fine-tuning results, finished and failed, such as those of `read_result_tree`.
@@ -327,12 +334,6 @@ def build_evidence(
         scope: What a manifest plans. Results of other rates and seeds are ignored, those of other
             models and data sets are not.
     """
-    for result in results:
-        if result.family not in STUDY_FAMILIES:
-            raise InputError(
-                f"{result.path}: found a result of the task {result.family}, expected one of "
-                f"{', '.join(STUDY_FAMILIES)}; use `megaenc finetune summary`"
-            )
     known = {
         PAPER_SCORE,
         *(name for run in results if run.test is not None for name in run.test.metrics),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from megaenc.finetune.examples import TaskFamily
 from megaenc.study.manifest.model_key import ModelKey
 
 AVERAGE = "average"
@@ -42,7 +43,7 @@ STANDARD_METRICS = {
     "QA": ("f1", "exact_match"),
     "IR": ("ndcg@10",),
 }
-"""Standard metrics of each task family."""
+"""Standard metrics of each family of the study; of the others, all metrics are."""
 METRIC_LABELS = {
     "accuracy": "accuracy",
     "span_f1": "span F1",
@@ -320,13 +321,13 @@ def datasets_by_family(
 ) -> dict[str, list[str]]:
     """Return the distinct data sets of (family, data set) pairs by family.
 
-    Families are in the order SC, TC, QA, IR, others. In each, the data sets in `order` come first,
-    then others, then averages.
+    Families are in the order of TaskFamily, then others. In each, the data sets in `order` come
+    first, then others, then averages.
 
     Args:
         order: Data sets by family, in order; by default that of the study's tables.
     """
-    by_family: dict[str, list[str]] = {family: [] for family in FAMILY_LABELS}
+    by_family: dict[str, list[str]] = {str(family): [] for family in TaskFamily}
     for family, dataset in dict.fromkeys(pairs):
         by_family.setdefault(family, []).append(dataset)
     for family, names in by_family.items():

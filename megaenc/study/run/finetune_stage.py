@@ -14,7 +14,7 @@ from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets import demo
 from megaenc.finetune.datasets.local import STUDY_PAIRS, DatasetConfig
 from megaenc.finetune.datasets.registry import find_dataset
-from megaenc.finetune.examples import STUDY_FAMILIES
+from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.model.fingerprint import (
     compute_model_fingerprints,
     compute_model_stamp,
@@ -167,7 +167,7 @@ class FinetuneStage(StageRunner):
         if not self.directory.is_dir():
             return []
         results = []
-        families = [self.training.family] if self.training.family else STUDY_FAMILIES
+        families = [self.training.family] if self.training.family else TaskFamily
         rates = map(float, self.flags["learning_rates"])
         for dataset, rate, seed in itertools.product(
             self.training.datasets, rates, range(self.flags["seeds"])

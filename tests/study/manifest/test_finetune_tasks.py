@@ -1,9 +1,12 @@
 """Data sets as a plan describes them unopened are those that fine-tuning reads."""
 
+from dataclasses import replace
+
 import pytest
 import small_data
 
 from megaenc.errors import InputError
+from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets import registry
 from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.grid.command import GridConfig
@@ -58,15 +61,16 @@ def test_names_are_those_that_fine_tuning_uses(dataset, train_on, data):
     )
 
 
-@pytest.mark.parametrize("task", ["", "regression"])
-def test_regression_is_no_task_of_a_study(task, tmp_path):
-    small_data.write_splits(
-        tmp_path / "rated", "jsonl", [{"text": "x", "label": 0.5 if not task else 1}]
-    )
-    grid = GridConfig(datasets=("./rated",), data=DatasetConfig(task=task))
-    message = r"found ./rated of the task regression, expected one of SC, TC, QA, IR; use"
+def test_a_threshold_is_for_multi_label_data_only(tmp_path):
+    small_data.write_splits(tmp_path / "rated", "jsonl", [{"text": "x", "label": 0.5}])
+    small_data.write_splits(tmp_path / "topics", "jsonl", [{"text": "x", "labels": ["a", "b"]}])
+    protocol = FinetuneConfig(threshold="auto")
+    grid = GridConfig(datasets=("./topics", "later=./later"), protocol=protocol)
+    names = [planned.train_on for planned in plan_training_sets(grid, tmp_path)]
+    assert names == ["topics", "later"]
+    message = "found auto, expected 0.5: ./rated is of the task regression, not multi_label"
     with pytest.raises(InputError, match=message):
-        plan_training_sets(grid, tmp_path)
+        plan_training_sets(replace(grid, datasets=("./topics", "./rated")), tmp_path)
 
 
 def test_a_training_set_has_one_family(data):

@@ -2,13 +2,17 @@
 
 import csv
 import io
+import itertools
 import json
 import re
 import shutil
 
+import numpy as np
 import pytest
-from study_directories import settings, write_results, write_runs
+from study_directories import RATES, SEEDS, settings, write_result, write_results, write_runs
 
+from megaenc.finetune.results.files import read_result_tree
+from megaenc.finetune.results.summary import PAPER_METRIC, build_summary, format_interval
 from megaenc.study.report import command as report_command
 from megaenc.study.report import output_dir
 from megaenc.study.report.command import ReportConfig, build_report
@@ -162,6 +166,67 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
     assert dict(report.facts)["Models"] == "4 evaluated of 5 planned"
     # CLM has no score there, and nothing else stands for it
     assert report.verdicts[0].verdict == "no data"
+
+
+OTHER_TASKS = {"stsb": "regression", "sick": "regression", "tags": "multi_label"}
+
+
+def test_other_tasks_are_in_the_tables_only(study, tmp_path):
+    random = np.random.default_rng(0)
+    shutil.copytree(study / "results", tmp_path / "results")
+    for model in (tmp_path / "results").iterdir():
+        for dataset, family in OTHER_TASKS.items():
+            for rate, seed in itertools.product(RATES, range(SEEDS)):
+                directory = model / family / dataset / f"lr{rate:.0e}_sd{seed}"
+                if family == "regression":
+                    pearson, spearman = random.uniform(-1, 0, size=2)
+                    metrics = {"pearson": pearson, "spearman": spearman}
+                else:
+                    metrics = {"micro_f1": random.random(), "macro_f1": 0.1, "threshold": 0.2}
+                score = np.mean(list(metrics.values())[:2])
+                baseline = {"score": 0.0, **dict.fromkeys(metrics, 0.0)}
+                write_result(directory, score, metrics=metrics, baseline=baseline, scores_i=[])
+    more = ", ".join(f"./{name}" for name in OTHER_TASKS)
+    (tmp_path / "study.yaml").write_text(MANIFEST.replace("demo_qa", f"demo_qa, {more}"))
+
+    before, after = (
+        build_report(
+            ReportConfig(
+                manifest=f"{root}/study.yaml", results=f"{root}/results", runs=f"{study}/runs"
+            )
+        )
+        for root in (study, tmp_path)
+    )
+    assert repr(after.verdicts) == repr(before.verdicts)
+    assert repr(after.figures) == repr(before.figures)
+    assert set(before.scores.splitlines()) < set(after.scores.splitlines())
+    assert dict(after.facts)["In tables only"].startswith("regression, multi_label: no verdict")
+    assert [table.key for table in after.tables] == [table.key for table in before.tables]
+
+    def cells_of(report) -> dict:
+        return {
+            (table.key.endswith("-standard"), row.name, column.group, column.name): cell
+            for table in report.tables
+            if table.key.startswith(("base", "pfs"))
+            for row in table.rows
+            for column, cell in zip(table.columns, row.cells, strict=True)
+            if column.group and not row.light
+        }
+
+    cells = cells_of(after)
+    shared = cells_of(before)
+    assert shared == {place: cells[place] for place in shared}
+    rows = build_summary(read_result_tree(tmp_path / "results")).rows
+    expected = {}
+    for row in rows:
+        if row.family in OTHER_TASKS.values():
+            is_standard = row.metric != PAPER_METRIC
+            group = f"{row.family}, {row.metric}" if is_standard else row.family
+            dataset = "Average" if row.dataset.startswith("average") else row.dataset
+            place = (is_standard, row.model, group, dataset)
+            expected[place] = format_interval(row.mean, row.half)
+    assert expected == {place: cells[place] for place in cells.keys() - shared.keys()}
+    assert any(cell.startswith("-") for cell in expected.values())
 
 
 def test_results_outside_of_the_manifests_grid_are_left_out_and_students_intervals_are_wider(

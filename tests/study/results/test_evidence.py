@@ -250,11 +250,3 @@ def test_all_cells_are_there_and_the_package_says_so():
     ]["package-data"]
     assert packaged["megaenc.study.results"] == [TABLES]
     assert set(packaged["megaenc.study.report"]) == {"report.html.j2", "page.css"}
-
-
-def test_a_result_of_another_task_is_no_evidence(tmp_path):
-    write_result(tmp_path / "tiny-clm-300/regression/stsb/lr2e-05_sd0", 0.5)
-    results = read_result_tree(tmp_path)
-    message = r"lr2e-05_sd0: found a result of the task regression, expected one of SC, TC, QA, IR"
-    with pytest.raises(InputError, match=message):
-        build_evidence(results, {}.get)

@@ -10,6 +10,8 @@ from corpus_helpers import VOCABULARY, write_whole_corpus
 from stage_artifacts import GRID, STUDY, TWO, assert_stale, make
 
 from megaenc.data.packing.builder import RunData
+from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.results import files as result_files
 from megaenc.study.run.stage import StaleArtifactError, check_stages, finished_stages, format_flags
 from megaenc.training.config import parse_config
 from megaenc.training.planning import build_plan
@@ -127,6 +129,17 @@ def test_results_of_other_data_of_the_same_name(tmp_path):
     assert_stale(nodes(tmp_path, finetune=local)["finetune/base@mine"], "finetune: dataset is ")
     shutil.rmtree(data)
     nodes(tmp_path, finetune=local)["finetune/base@mine"].check()
+
+
+@pytest.mark.parametrize("family", TaskFamily)
+def test_local_data_has_results_of_any_family(family, tmp_path):
+    grid = nodes(tmp_path, finetune={**GRID, "datasets": ["mine=later"]})["finetune/base@mine"]
+    place = (family, "mine", "mine", grid.flags["learning_rates"][0], 0)
+    directory = result_files.run_directory(grid.directory, *place)
+    directory.mkdir(parents=True)
+    assert grid.progress() == (0, 1)
+    (directory / result_files.RESULTS).touch()
+    assert grid.progress() == (1, 1)
 
 
 def test_a_run_on_a_blend_that_has_changed(tmp_path):

@@ -256,7 +256,7 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
 def write_smallest(directory: Path) -> Path:
     """Write a study on local data with each kind of stage, of two steps each.
 
-    They are a parent, a branch, an export, a fine-tuning run and a contrastive training.
+    They are a parent, a branch, an export, two fine-tuning runs and a contrastive training.
     """
     runs.write_text(directory / "text.jsonl", documents=60)
     for split, count in (("train", 64), ("validation", 6), ("test", 6)):
@@ -265,6 +265,8 @@ def write_smallest(directory: Path) -> Path:
             for n in range(count)
         ]
         small_data.write_file(directory / "sc" / f"{split}.jsonl", rows)
+        rated = [row | {"label": n / 2} for n, row in enumerate(rows)]
+        small_data.write_file(directory / "rated" / f"{split}.jsonl", rated)
     texts = [(f"{n}", f"plerk {n}") for n in range(6)]
     judged = [(name, name, 1) for name, _ in texts]
     small_data.write_files(
@@ -291,7 +293,12 @@ def write_smallest(directory: Path) -> Path:
             {"size": "toy", "steps": 6, "clm_share": 1},
             TOY | {"steps": 6, "clm_share": 0.5, "evaluate": False},
         ],
-        finetune={"datasets": ["toy_sc=sc"], "learning_rates": [1e-3], "seeds": 1, **steps},
+        finetune={
+            "datasets": ["toy_sc=sc", "./rated"],
+            "learning_rates": [1e-3],
+            "seeds": 1,
+            **steps,
+        },
         embed={
             "datasets": ["toy_ir=ir"],
             "train": "pairs.jsonl",
@@ -316,7 +323,7 @@ def test_a_real_study_killed_on_the_way_is_finished_and_reported(tmp_path, capfd
     killed.communicate()
     main([*flags, "--jobs", "2"])
     out = capfd.readouterr().out
-    assert "6 stages, " in out and ", 2 in parallel" in out and "6 of 6 stages are done" in out
+    assert "7 stages, " in out and ", 2 in parallel" in out and "7 of 7 stages are done" in out
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-6")] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-3-mlm40-6")] == [4, 5, 6]
     details = json.loads((study / "embed" / "toy-clm-6" / "seed-0" / "training.json").read_text())
@@ -327,7 +334,7 @@ def test_a_real_study_killed_on_the_way_is_finished_and_reported(tmp_path, capfd
     )
     written = {path: path.stat().st_mtime_ns for path in study.rglob("*.json*")}
     main(flags)
-    assert "6 stages, 6 done, 0 to do" in capfd.readouterr().out
+    assert "7 stages, 7 done, 0 to do" in capfd.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in study.rglob("*.json*")} == written
     results = ["--results", str(study / "results"), "--runs", str(study / "runs")]
     report.main([str(manifest), *results, "--output", str(study / "report")])
@@ -335,4 +342,5 @@ def test_a_real_study_killed_on_the_way_is_finished_and_reported(tmp_path, capfd
     assert head.endswith(
         "toy_ir as pretrained,toy_ir after contrastive training"
     ) and line.startswith("toy-clm-6,")
-    assert "toy_sc" in (study / "report" / "tables" / "scores.csv").read_text()
+    scores = (study / "report" / "tables" / "scores.csv").read_text()
+    assert ",SC,toy_sc," in scores and ",regression,rated," in scores

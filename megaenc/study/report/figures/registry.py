@@ -46,14 +46,15 @@ def build_figures(
 ) -> list[ReportFigure]:
     """Build all figures of the report but that of zero-shot retrieval, in order.
 
-    Those without the scores that they need have no panels; only the figure of objective schedules
-    is then left out. Nothing is drawn yet.
+    They show scores of STUDY_FAMILIES. Those without the scores that they need have no panels; only
+    the figure of objective schedules is then left out. Nothing is drawn yet.
 
     Args:
         runs: Pretraining runs by name, for the held-out losses; may be empty.
         flops: Cumulative training FLOPs by model; may be empty.
         published: Published results, shown in the figures or next to them; None for none.
     """
+    evidence = evidence.select_study_families()
     published_flops = published_flops_by_model(published) if published else {}
 
     def build_flop_figure(scores: Evidence, published: Evidence | None = None) -> FigureSpec:
