@@ -33,7 +33,10 @@ class _Revision:
 class HubRepository:
     """Repository of models on the Hugging Face Hub that this user may write to.
 
-    Each revision holds one export of the same run.
+    The constructor takes the name, such as ORG/NAME, the revisions that will be uploaded, and the
+    `identity_digest` of the run, of which each revision holds one export. It creates a missing
+    repository, as a private one, and raises InputError if a revision holds another model, or
+    without token, network or right to write.
     """
 
     def __init__(self, name: str, revisions: Sequence[str], identity: str) -> None:
@@ -84,13 +87,12 @@ class HubRepository:
                     self._revisions[revision] = _Revision(False, head, names, certificate)
 
     def upload(self, exports: Mapping[str, Path]) -> None:
-        """Upload exports that the Hub lacks, in order, and print what was uploaded.
+        """Upload exports that the Hub lacks, in order, and print which they were.
 
-        A revision is filled in one commit, so that a repeated call uploads only what an interrupted
-        one left out. A branch is created before, and until then has the files of the repository's
-        first commit, which are replaced. A revision that has the certificate and all files of its
-        export stays as it is; in another, JSON and safetensors files that are not of the export are
-        removed.
+        Each revision gets one commit, so that a repeated call uploads what an interrupted one left
+        out. A new branch starts from the repository's first commit, and loses all its files but
+        .gitattributes; other revisions lose JSON and safetensors files that the export lacks. A
+        revision that has the export's certificate and all its file names is left as it is.
 
         Args:
             exports: Directory of the export by revision, among those given to the constructor.

@@ -42,8 +42,8 @@ def parse_freeze(texts: Sequence[str], model: ModelConfig) -> frozenset[str]:
 def canonical_freeze(texts: Sequence[str] | None, model: ModelConfig) -> list[str] | None:
     """Return values of --freeze in a form that equal parts share.
 
-    They are sorted. None, for no value, is also the result for an empty list. Layers that follow
-    each other are one range, such as layers.0-7; a single one is layers.0.
+    The order is embedding, layers by number, head. Layers that follow each other are one range,
+    such as layers.0-7; a single one is layers.0. Without values, None or empty, the result is None.
 
     Raises:
         InputError: As `parse_freeze`.

@@ -69,7 +69,14 @@ _INDEX_TYPE = TypeAdapter(_Index)
 
 @dataclass(frozen=True)
 class MdsShard:
-    """Shard of an MDS data set, as its index describes it; `read_index` returns it."""
+    """Shard of an MDS data set, as its index describes it; `read_index` returns it.
+
+    `path` is the absolute path of the file to read: the raw file, or if that is missing, the
+    compressed one (`is_compressed`); `files` are the paths of both. The file has `file_bytes`
+    bytes, and `raw_bytes` without compression. `samples` is the number of samples. `columns`,
+    `encodings` and `sizes` (in bytes, None if it varies) describe the columns in their order.
+    `hashes` has the hash of the raw file, in hex, by algorithm.
+    """
 
     path: str
     """Absolute path of the file to read: the raw one, or if there is none, the compressed one."""
@@ -93,7 +100,9 @@ class MdsShard:
 class MdsBlock(TextBlock):
     """Block of samples of an MDS shard, each a document; `MdsDataset` yields it.
 
-    The documents are tuples of texts, or of integer arrays of token ids.
+    `parse` returns a document as a tuple of the values of its columns: texts if `dtype` is None,
+    else integer arrays of token ids. `first_sample` is the 0-based index in `shard` of the first
+    sample, and `lengths` are the bytes of each sample in `data`.
     """
 
     shard: MdsShard
@@ -145,9 +154,12 @@ class MdsBlock(TextBlock):
 
 
 class MdsDataset(TextGroup):
-    """Text source of shards that an index of MDS lists.
+    """Text source of the shards of an MDS data set.
 
-    Samples are documents, in the order of the shards; split points are 0-based indices of shards.
+    It is made from the path of the index.json, shards of `read_index`, the columns to read, and the
+    dtype of token ids, None if the columns are texts. The constructor raises InputError if a shard
+    is missing, or has another size or no such column. Samples are documents, in the order of the
+    shards; split points are 0-based indices of shards.
     """
 
     def __init__(
@@ -178,17 +190,22 @@ class MdsDataset(TextGroup):
         self.file_stats = [*self.file_stats, *self._index_stats]
 
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
-        """Return the `file_stats` of shards start..stop-1 and of the index."""
+        """Return the `file_stats` of shards start..stop-1, then those of the index.
+
+        Each is (absolute path, bytes, modification time in ns).
+        """
         return [*super().file_stats_between(start, stop), *self._index_stats]
 
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[MdsBlock]:
         """Yield the samples of shards start..stop-1 as MdsBlocks of about 1 MiB.
 
-        `before`, the bytes on disk of earlier sources, is added to the positions of blocks.
+        The size is that without compression; a block is from one shard. Its position is `before`,
+        the bytes on disk of earlier sources, plus those of this data set up to the block's end,
+        shards before `start` included.
 
         Raises:
             InputError: A shard is damaged, or has another hash than in the index, which is known
-                only after its last block.
+                only after the shard's last block.
         """
         before += sum(shard.file_bytes for shard in self._shards[:start])
         for shard in self._shards[start:stop]:
@@ -246,7 +263,7 @@ class _HashedStream:
         self._hashes = {name: hashlib.new(name) for name in names}
 
     def read(self, size: int) -> bytes:
-        """Return the next `size` bytes.
+        """Return the next `size` bytes of the shard, without compression, and hash them.
 
         Raises:
             InputError: There are fewer.
@@ -262,7 +279,7 @@ class _HashedStream:
     def check_end(self) -> None:
         """Raise InputError if more bytes follow, or a hash differs from the index.
 
-        Hashes of algorithms that hashlib lacks are not checked.
+        It is called after the last `read`. Hashes of algorithms that hashlib lacks are not checked.
         """
         path = self._shard.path
         if self._stream.read(1):
@@ -276,11 +293,16 @@ class _HashedStream:
 
 
 def read_index(path: str) -> list[MdsShard]:
-    """Return the shards that the index.json of MDS at `path` lists, in order.
+    """Return the shards that an index.json of MDS lists, in order.
+
+    It is not checked that their files exist.
+
+    Args:
+        path: Path of the index.json.
 
     Raises:
-        InputError: The index is damaged or of another version, names a file outside its directory,
-            or a shard is compressed by something other than Zstandard.
+        InputError: The index is missing, damaged or of another version, names a file outside its
+            directory, or a shard is compressed by something other than Zstandard.
     """
     index = read_json_object(Path(path), "the index of MDS shards", _INDEX_BYTES)
     index = check_json(_INDEX_TYPE, index, path, _ADVICE)

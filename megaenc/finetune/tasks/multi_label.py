@@ -16,8 +16,9 @@ from megaenc.finetune.tokenized import TokenizedTexts
 class MultiLabel(Classification):
     """Multi-label classification on a text's pooled states, by binary cross-entropy.
 
-    A label is predicted if its probability, the sigmoid of its logit, is at least `threshold`: 0.5,
-    or the one of `calibrate`. The score is the micro F1.
+    It is made from a Dataset and a FinetuneConfig. A label is predicted if its probability, the
+    sigmoid of its logit, is at least `threshold`: 0.5, or after `calibrate` with --threshold auto
+    the best one. The score is the micro F1.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.MULTI_LABEL
@@ -57,7 +58,7 @@ class MultiLabel(Classification):
     def calibrate(self, model: TaskModel, data: TokenizedTexts) -> None:
         """Set `threshold` to the one with the best micro F1, with --threshold auto.
 
-        With another --threshold nothing is computed.
+        With --threshold 0.5 nothing is computed, else the model is left in eval mode.
 
         Args:
             model: Model to predict with.
@@ -76,11 +77,11 @@ class MultiLabel(Classification):
         """Return the Scores of the model on a split: micro and macro F1.
 
         The metrics are `micro_f1`, which is the score, `macro_f1` and, with --threshold auto,
-        `threshold`. Single examples have none, so `scores_i` and `metrics_i` are empty. The
-        baseline predicts the split's most frequent label for each text.
+        `threshold`. There are no scores of single examples: `scores_i` and `metrics_i` are empty.
+        The baseline predicts only the split's most frequent label. The model is left in eval mode.
 
         Args:
-            data: Result of `encode`.
+            data: Result of `encode`, at least one text.
             examples: Not used.
 
         Raises:
@@ -128,7 +129,7 @@ def choose_threshold(gold: np.ndarray, probabilities: np.ndarray) -> float:
     rounding changes no prediction, or half the smallest one. At least one label is predicted.
 
     Args:
-        gold: 1 for each label of a text, else 0, [texts, labels], with at least one entry.
+        gold: 1 for each label of a text, else 0, [texts, labels]; not empty.
         probabilities: Probability of each label, float64[texts, labels].
     """
     order = np.argsort(-probabilities, axis=None, kind="stable")

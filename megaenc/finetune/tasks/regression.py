@@ -18,8 +18,9 @@ _ROUNDING = 1e-5
 class Regression(Classification):
     """FinetuneTask of regression on a text's pooled states, by mean squared error.
 
-    The score is the mean of the Pearson and the Spearman correlation, as in GLUE's STS-B. Numbers
-    are predicted in the unit of the labels, and never cut to their range.
+    It is made from a Dataset and a FinetuneConfig. The score is the mean of the Pearson and the
+    Spearman correlation, as in GLUE's STS-B. Numbers are learned and predicted in the unit of the
+    labels, and never cut to their range.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.REGRESSION

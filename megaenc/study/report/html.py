@@ -26,10 +26,11 @@ from megaenc.study.results.groups import FAMILY_LABELS, dataset_label
 class ReportPage:
     """Content of a report page, from which `render_page` makes HTML.
 
-    `build_report` builds it. `title` and `lead` head the page, `verdicts` are those on its results,
-    `published` those of the published tables (empty in a report of these). `scores` is CSV text,
-    `facts` are (name, text) pairs of the methods section, and `missing_scores` and `notices` are
-    sentences.
+    `build_report` builds it. `title` and `lead` head the page, `verdicts` (Verdict) are those on
+    its results, `published` those of the published tables (empty in a report of these). `figures`
+    are ReportFigures and `tables` Tables, in order. `scores` is CSV text, `facts` are (name, text)
+    pairs of the methods section. `missing_scores`, a text, and `notices`, a list, are sentences, or
+    empty. No text is HTML.
     """
 
     title: str
@@ -63,7 +64,8 @@ its word after a count."""
 def render_page(report: ReportPage) -> str:
     """Return the report as the text of one HTML file, without scripts or other files.
 
-    Figures with panels are drawn for it. All inserted text is escaped. Nothing is written.
+    Figures with panels are drawn for it, as SVG; of others only title and caption are shown. All
+    inserted text is escaped. Nothing is written.
     """
     environment = Environment(
         loader=PackageLoader(__package__, ""),

@@ -45,10 +45,10 @@ def finetuning_facts(results: Sequence[Result], evidence: Evidence) -> list[Fact
     """Return facts, (name, text) pairs, on fine-tuning.
 
     They are models, data sets, families that are in tables only, runs, seeds, learning rates and,
-    if known, hours; those without a value are left out.
+    if known, the hours of all runs together; those without a value are left out.
 
     Args:
-        results: All results, finished and failed.
+        results: All results, finished and failed; the hours are read from their directories.
         evidence: Scores of the same results; only runs in it count for seeds and rates.
     """
     scope = evidence.scope
@@ -106,8 +106,9 @@ def _total_seconds(results: Sequence[Result]) -> float:
 def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
     """Return facts, (name, text) pairs, on pretraining; empty without runs.
 
-    They are runs, steps, tokens, hours, main flags and software; those without a value are left
-    out. A branch counts without the steps, tokens and hours of its parent.
+    They are the number of runs, their steps, tokens and hours in all, parameters, main flags and
+    software; those without a value are left out. Hours are wall-clock time. A branch counts without
+    the steps, tokens and hours of its parent.
 
     Args:
         runs: Pretraining runs by name, of `read_runs`.
@@ -143,12 +144,12 @@ def pretraining_facts(runs: Mapping[str, TrainedRun]) -> list[Fact]:
 def read_notes(results: Path, about: Sequence[str]) -> list[Fact]:
     """Read notes, (name, text) pairs, from study.json and from `about`.
 
-    Names get a capital first letter, and spaces for underscores.
+    In the result, names have a capital first letter, and spaces for underscores.
 
     Args:
-        results: Results directory; study.json is next to it, and may be missing.
-        about: NAME=TEXT of each note, which replaces that of study.json, or an earlier one, with
-            exactly this name.
+        results: Results directory; study.json is in its parent directory, and may be missing.
+        about: NAME=TEXT of each note, with neither part empty. It replaces that of study.json, or
+            an earlier one, with exactly this NAME.
 
     Raises:
         InputError: A text has another form, or study.json is no JSON object.

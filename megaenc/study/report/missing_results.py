@@ -13,8 +13,9 @@ def find_missing_results(evidence: Evidence) -> tuple[list[Table], list[str]]:
     """Return the table of missing fine-tuning runs and a sentence on their number.
 
     The grid of a data set is all learning rates and seeds that any model has on it, unless a
-    manifest plans it; a run of it is missing if it neither finished nor failed. Table and sentence
-    are each in a list, which is empty if no run is missing.
+    manifest plans it; a run of it is missing if it neither finished nor failed. Models without any
+    run on a data set are not considered there. Table and sentence are each in a list, which is
+    empty if no run is missing.
     """
     incomplete = [(grid, rate) for grid in evidence.grids for rate in grid.incomplete_rates]
     if not incomplete:

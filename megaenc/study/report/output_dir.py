@@ -27,12 +27,12 @@ _WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")
 def check_report_dir(output: Path) -> set[str]:
     """Return the files of an earlier report in the directory `output`.
 
-    They are those of tables and figures that its files.txt lists, relative to it; empty for a new
-    or empty directory. Nothing is written or created.
+    They are those of tables and figures that its files.txt lists, relative to it, whether or not
+    they exist; empty for a new or empty directory. Nothing is written or created.
 
     Raises:
         InputError: The path is a file or a symbolic link, or a directory that is neither empty nor
-            a report, or it cannot be read.
+            a report (by the first line of files.txt), or it cannot be read.
     """
     try:
         for name in ("", TABLES, FIGURES, PAGE, FILES):
@@ -72,9 +72,11 @@ def check_report_dir(output: Path) -> set[str]:
 def prepare_report_dir(output: Path, earlier: Collection[str], names: Collection[str]) -> None:
     """Create a directory and its subdirectories for a report, with files.txt.
 
+    The list files.txt has `earlier` and `names`, so that an interrupted report can be repeated.
+
     Args:
         output: Directory, created with its parents; it may exist.
-        earlier: Files of an earlier report, by `check_report_dir`, which files.txt lists too.
+        earlier: Files of an earlier report, by `check_report_dir`.
         names: Files of the report in tables and figures, relative to `output`.
 
     Raises:
@@ -101,7 +103,10 @@ def remove_stale_files(output: Path, earlier: Collection[str], names: Collection
     """Delete the `earlier` files that are not in `names`, and list `names` only.
 
     The list is files.txt in `output`, to which all names are relative. Files that cannot be deleted
-    are left.
+    are left, and no longer listed.
+
+    Raises:
+        InputError: The list cannot be written.
     """
     for name in set(earlier).difference(names):
         with contextlib.suppress(OSError):

@@ -36,9 +36,10 @@ _NOTE = (
 class ControlComparison:
     """Differences of recipes from a control on one data set, as fractions.
 
-    `compare_with_control` builds it. The arrays `differences`, `half_width` (of simultaneous 95 %
-    intervals) and `p` have an entry for each of R recipes, in order; the last two are NaN if
-    `run_std`, between runs of a recipe, is NaN or 0.
+    `compare_with_control` builds it. The arrays `differences` (recipe less control), `half_width`
+    (of simultaneous 95 % intervals) and `p` (two-sided) are float[R], in the order of R recipes;
+    the last two are NaN if `run_std` is NaN or 0. This is the standard deviation between runs,
+    pooled over recipes and control, with `df` degrees of freedom.
     """
 
     differences: np.ndarray
@@ -57,13 +58,13 @@ class ControlComparison:
 def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> ControlComparison:
     """Compare the scores of each recipe with those of the control by Dunnett's test.
 
-    Intervals and p are NaN if neither a recipe nor the control has two runs, or if all runs of each
-    are equal. Source: Dunnett, A multiple comparison procedure for comparing several treatments
-    with a control, 1955.
+    The test is two-sided. Intervals and p are NaN if neither a recipe nor the control has two runs,
+    or if all runs of each are equal. Source: Dunnett, A multiple comparison procedure for comparing
+    several treatments with a control, 1955.
 
     Args:
-        recipes: Scores of each recipe, float[runs], as fractions; at least one recipe. Numbers of
-            runs may differ.
+        recipes: Scores of each recipe, float[runs], as fractions, with one run or more; at least
+            one recipe. Numbers of runs may differ.
         control: Scores of the control, float[runs].
     """
     groups = [*recipes, control]
@@ -87,9 +88,10 @@ def compare_with_control(recipes: Sequence[np.ndarray], control: np.ndarray) -> 
 def build_schedule_table(evidence: Evidence) -> Table | None:
     """Build the table of differences from MLM by objective or schedule, in points.
 
-    A row is a recipe, a schedule or one of its peers by `select_schedule_peers`. It is compared
-    with the MLM model of its size that has as many steps, else the most. The last row for each such
-    model has the standard deviation between runs.
+    A row is a recipe, a schedule or one of its peers by `select_schedule_peers` at the reference
+    mask ratio. Its control is the MLM model of its size with as many steps or, if there is none,
+    that with the most. Columns are, by data set, the difference with half its interval, and p. The
+    rows of each control end with one of the standard deviation between runs.
 
     Returns:
         The table; None unless a model with a schedule and an MLM model have the same size.

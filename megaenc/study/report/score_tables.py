@@ -97,12 +97,12 @@ def _build_columns(places: Iterable[ScoreColumn]) -> list[Column]:
 def build_score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
     """Build a table of the study's score for each kind of pretraining that has models.
 
-    Kinds are those of `group_by_setup`; models without a key are under "other". A row is a model, a
-    column a data set. Cells are mean and half the 95 % interval in percent, with marks for
-    collapsed and missing runs.
+    Kinds and rows are those of `group_by_setup`; models without a key are last under "other". A row
+    is a model, a column a data set or average. Cells are mean and half the 95 % interval in
+    percent, with marks for collapsed and missing runs, which the table's note explains.
 
     Args:
-        published: Published scores, shown below the same model; None for none.
+        published: Published scores, in a row below that of the same model; None for none.
     """
     note = "Percent on test: mean over the seeds (half the interval)."
     return _build_setup_tables(evidence, _list_score_columns(evidence), "{}", "{}", note, published)
@@ -111,12 +111,13 @@ def build_score_tables(evidence: Evidence, published: Evidence | None = None) ->
 def build_standard_metric_tables(evidence: Evidence, standard: Sequence[Evidence]) -> list[Table]:
     """Build a table of standard metrics for each kind of pretraining.
 
-    Kinds are those of `group_by_setup`; the page shows these tables folded.
+    Kinds are those of `group_by_setup`. A row is a model, a column a data set in one metric, with
+    cells as of `build_score_tables`. The page shows these tables folded.
 
     Args:
         evidence: Scores whose models and their order the tables have.
         standard: Scores of the same results, one Evidence per metric; those of a family in
-            STANDARD_METRICS in other metrics are ignored. Without any, the list is empty.
+            STANDARD_METRICS in other metrics are ignored. If none is left, the list is empty.
     """
     by_metric = {metric_evidence.metric: metric_evidence for metric_evidence in standard}
     places = [
@@ -268,10 +269,11 @@ _RUN_COLUMNS = (*_MODEL_AND_SEEDS, "collapsed_runs", "ended_trainings", "planned
 def format_scores_csv(evidence: Sequence[Evidence]) -> str:
     """Return CSV text with a header, and a line per score and kind of pretraining.
 
-    A model may have several kinds; without a key it has "other". Columns are those of the published
-    file, then model, seeds, metric and runs. `mean` and `ci95` (half the 95 % interval) are
-    percent. `collapsed_runs` counts runs at the chosen rate, `ended_trainings` and
-    `planned_trainings` those at all rates. Unknown values are empty.
+    A model may have several kinds; without a key it has "other". Columns are CSV_COLUMNS, then
+    model, pretraining_seed, finetuning_seeds (their number), metric and numbers of runs:
+    `collapsed_runs` at the chosen rate, `ended_trainings` and `planned_trainings` at all rates.
+    `mean` and `ci95` (half the 95 % interval) are percent with two decimals. Averages are included.
+    Unknown values are empty.
 
     Args:
         evidence: Scores, one Evidence per metric.

@@ -54,12 +54,12 @@ class Budget(NamedTuple):
 def build_objectives_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Build the figure of the scores of CLM and MLM base models.
 
-    Base models are finished ones of one objective with the longest budget of their size. Scores are
-    by size, or by data set if there is one size. Without both objectives there are no panels, and
-    the caption gives the reason.
+    Base models are those of `group_by_setup`, with MLM at the reference mask ratio. A panel per
+    task family has scores in percent by size, or by data set if there is one size. Without both
+    objectives there are no panels, and the caption gives the reason.
 
     Args:
-        published: Published scores to draw lightly, of the same models; None for none.
+        published: Published scores, drawn lightly for the models in the figure; None for none.
     """
     key = "objectives"
     title = "CLM and MLM"
@@ -153,11 +153,12 @@ def _build_dataset_lines(
 def build_mask_ratio_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Build the figure of the scores of MLM base models over the mask ratio.
 
-    Base models are finished ones with the longest budget of their size. There is a line per size;
-    below two ratios there are no panels, and the caption gives the reason.
+    Base models are those of `group_by_setup`. A panel per task family has scores and ratios in
+    percent, and a line per size. If all models have one ratio there are no panels, and the caption
+    gives the reason.
 
     Args:
-        published: Published scores to draw lightly, of the same models; None for none.
+        published: Published scores, drawn lightly for the models in the figure; None for none.
     """
     key = "mask-ratios"
     title = "Mask ratios"
@@ -189,11 +190,13 @@ def build_two_stage_mask_ratio_figure(
 ) -> FigureSpec:
     """Build the figure of scores over the mask ratio, with and without CLM first.
 
-    There is a line for each size, number of steps and of CLM steps. Unless a budget has two ratios
-    both with CLM first and without, there are no panels, and the caption gives the reason.
+    A panel per task family has scores and ratios in percent. A line has the models of a budget
+    (size and all steps) with as many CLM steps, at two or more ratios; lines with CLM first are
+    next to that of their budget without. If no budget has both there are no panels, and the caption
+    gives the reason.
 
     Args:
-        published: Published scores to draw lightly, of the same models; None for none.
+        published: Published scores, drawn lightly for the models in the figure; None for none.
     """
     key = "mask-ratios-with-clm"
     title = "Mask ratios, with and without CLM first"
@@ -282,11 +285,12 @@ def build_step_efficiency_figure(
 ) -> FigureSpec:
     """Build the figure of intermediate checkpoints' scores over training steps.
 
-    There is a line per objective, mask ratio and size. Below two numbers of steps there are no
-    panels, and the caption gives the reason.
+    A panel per task family has scores in percent, and a line per objective, mask ratio and size;
+    final models are left out. If all checkpoints have one number of steps there are no panels, and
+    the caption gives the reason.
 
     Args:
-        published: Published scores to draw lightly, of the same models; None for none.
+        published: Published scores, drawn lightly for the models in the figure; None for none.
     """
     places = {
         model_key: float(model_key.steps)
@@ -311,12 +315,14 @@ def build_flop_efficiency_figure(
 ) -> FigureSpec:
     """Build the figure of intermediate checkpoints' scores over training FLOPs.
 
-    There is a line per objective, mask ratio and size. Below two positions there are no panels, and
-    the caption gives the reason.
+    A panel per task family has scores in percent, and a line per objective, mask ratio and size. If
+    all checkpoints have the same FLOPs, or none are known, there are no panels, and the caption
+    gives the reason.
 
     Args:
-        flops: Cumulative training FLOPs of each model; others are left out.
-        published: Published scores to draw lightly, of the same models; None for none.
+        flops: Cumulative training FLOPs by model; models that it lacks are left out.
+        published: Published scores, drawn lightly for the models in the figure, at the same FLOPs;
+            None for none.
     """
     key = "efficiency-flops"
     title = "Data efficiency by FLOP"
@@ -398,11 +404,13 @@ def _build_efficiency_figure(
 def build_clm_share_figure(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Build the figure of scores over the percentage of CLM steps before MLM.
 
-    There is a line per budget (size and steps) of finished models. Without a two-stage model and
-    another one of a budget there are no panels, and the caption gives the reason.
+    MLM only is at 0, CLM only at 100. A panel per task family has scores in percent, and a line per
+    budget (size and steps) of finished models, with MLM at the reference mask ratio. Without a
+    two-stage model and one of the same budget with another percentage there are no panels, and the
+    caption gives the reason.
 
     Args:
-        published: Published scores to draw lightly, of the same models; None for none.
+        published: Published scores, drawn lightly for the models in the figure; None for none.
     """
     key = "clm-shares"
     title = "CLM share at each budget"
@@ -454,11 +462,12 @@ def build_continued_pretraining_figure(
 ) -> FigureSpec:
     """Build the figure of scores over MLM steps of continued pretraining, by parent.
 
-    Parents, the finished models from which it started, are at 0. Without continued models there are
-    no panels, and the caption gives the reason.
+    Parents, the finished models from which it started, are at 0 if they have scores. A panel per
+    task family has scores in percent, and a line per parent and mask ratio. Models with a schedule
+    are left out. Without continued models there are no panels, and the caption gives the reason.
 
     Args:
-        published: Published scores to draw lightly, of the same models; None for none.
+        published: Published scores, drawn lightly for the models in the figure; None for none.
     """
     key = "continued-pretraining"
     title = "Continued pretraining by length"
@@ -524,10 +533,12 @@ _PLAIN_STYLES = {
 def build_schedule_figure(evidence: Evidence) -> FigureSpec | None:
     """Build the figure of models with other objective schedules next to CLM and MLM.
 
-    Positions on the x axis are the budgets (size and steps).
+    It has these models and their peers by `select_schedule_peers`, with MLM at the reference mask
+    ratio. A panel per task family has scores in percent; positions on the x axis are the budgets
+    (size and steps).
 
     Returns:
-        The figure; None if no model with a score has such a schedule.
+        The figure; None if no finished model with a score has such a schedule.
     """
     mask = evidence.reference_mask_ratio
     recipes = group_by_recipe(select_schedule_peers(evidence.model_keys(), mask))

@@ -29,9 +29,10 @@ from megaenc.viz.style import BLUE, GREEN, ORANGE, PURPLE, assign_styles
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """Figure of the report, and a separate one of published results.
+    """Figure of the report, `figure`, and a separate one of published results.
 
-    `published` is None if there are none to show, or if `figure` shows published results itself.
+    The second, `published`, is None if there are none to show, or if `figure` shows published
+    results itself.
     """
 
     figure: FigureSpec
@@ -46,12 +47,13 @@ def build_figures(
 ) -> list[ReportFigure]:
     """Build all figures of the report but that of zero-shot retrieval, in order.
 
-    They show scores of STUDY_FAMILIES. Those without the scores that they need have no panels; only
-    the figure of objective schedules is then left out. Nothing is drawn yet.
+    They show scores of STUDY_FAMILIES. A figure without the scores that it needs has no panels;
+    only that of objective schedules is left out instead. Nothing is drawn yet.
 
     Args:
         runs: Pretraining runs by name, for the held-out losses; may be empty.
-        flops: Cumulative training FLOPs by model; may be empty.
+        flops: Cumulative training FLOPs by model of `evidence`; may be empty. Those of published
+            models are computed here.
         published: Published results, shown in the figures or next to them; None for none.
     """
     evidence = evidence.select_study_families()
@@ -96,7 +98,7 @@ def build_figures(
 
 
 def published_flops_by_model(evidence: Evidence) -> dict[ModelKey, float]:
-    """Return training FLOPs, both passes, of each model with a score.
+    """Return cumulative training FLOPs, both passes, of each model with a score.
 
     They follow from shapes and batches of the published study (`published_model_flops`), so that
     they are wrong for other studies. Unknown sizes and models with a schedule are left out.
@@ -119,8 +121,9 @@ _RUN_KIND_STYLES = {
 def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
     """Build the figure of pretraining runs' held-out losses over steps.
 
-    Losses are nats a predicted token. There is a panel per objective that they are measured under;
-    without validations there are none, and the caption gives the reason.
+    Losses are nats a predicted token. There is a panel per objective that they are measured under,
+    with a line per run; a branch starts at its parent's step, continued pretraining at 0. Without
+    validations there are no panels, and the caption gives the reason.
 
     Args:
         runs: Pretraining runs by name, of `read_runs`.
@@ -183,9 +186,10 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
 def build_rate_figure(evidence: Evidence) -> FigureSpec:
     """Build the figure of points lost at each fine-tuning rate against the best one.
 
-    There are lines of the mean of each objective, and of its single finished models if they are 2
-    to 40. Without a model with every seed at two learning rates there are no panels, and the
-    caption gives the reason.
+    A panel per task family, of its average or else first data set, has a line per objective: the
+    mean over its finished models of a test score less the model's best, as of `rate_sensitivity`.
+    An objective with 2 to 40 of them has light lines of single models too. Without a model with
+    every seed at two learning rates there are no panels, and the caption gives the reason.
     """
     key = "learning-rates"
     title = "Sensitivity to the learning rate"
