@@ -344,6 +344,9 @@ def build_diagnostic_tables(evidence: Evidence) -> list[Table]:
     """Build the tables of rate sensitivity, collapsed runs and variance.
 
     Tables that the results do not allow are left out.
+
+    Raises:
+        InputError: A result file, read for the variance, has become missing or invalid.
     """
     tables = (
         build_rate_table(evidence),
@@ -356,10 +359,11 @@ def build_diagnostic_tables(evidence: Evidence) -> list[Table]:
 def build_rate_table(evidence: Evidence) -> Table | None:
     """Build the table of best less worst mean score over the learning rates.
 
-    Cells are in points, by model and data set, with the number of rates near the best.
+    Cells are in points, by model and data set or average, with the number of rates within one point
+    of the best, and marks for failed, collapsed and missing runs, which the table's note explains.
 
     Returns:
-        The table; None if every model lacks both a failed run and two rates with every seed.
+        The table; None if no model has a failed run or two rates with every seed.
     """
 
     def format_cell(score: Score) -> CellValue:
@@ -412,26 +416,27 @@ def build_rate_table(evidence: Evidence) -> Table | None:
 
 
 def rate_sensitivity(score: Score) -> RateSensitivity | None:
-    """Return a score's mean over the seeds by learning rate, of complete rates only.
+    """Return the RateSensitivity of a score: its mean over the seeds by rate.
 
-    Means are fractions. A complete rate has every seed of the chosen rate. Failed runs count as the
-    trivial baseline; if that is unknown, their rate is not complete.
+    Means are fractions, at complete rates only: those with every seed of the chosen rate. Failed
+    runs count as the trivial baseline; if that is unknown, their rate is not complete.
 
     Returns:
-        The sensitivity; None below two complete rates.
+        The sensitivity; None below two complete rates, as for published scores.
     """
     sensitivity = aggregate.compute_sensitivity(score.rate_scores_with_failures, score.seed_scores)
     return sensitivity if sensitivity is not None and len(sensitivity.means) > 1 else None
 
 
 def build_collapse_table(evidence: Evidence) -> Table | None:
-    """Build the table of collapsed or failed runs (k of n ended ones) of each model.
+    """Build the table of collapsed or failed runs of each model, as k/n of ended ones.
 
     A collapsed run gives worthless predictions, such as the same for every example; a failed one
-    has a NaN loss.
+    has a NaN loss. There are columns by data set, by learning rate and for all runs; in the latter
+    two, a run counts once for all data sets that it was evaluated on.
 
     Returns:
-        The table by data set, by rate, and in all; None without runs.
+        The table; None without runs.
     """
     if not evidence.grids:
         return None
@@ -497,12 +502,15 @@ TARGET_DIFFERENCES = (0.002, 0.005, 0.01, 0.02)
 def build_variance_table(evidence: Evidence) -> Table | None:
     """Build the table of standard deviations due to seeds and examples, in points.
 
-    There is a row per data set. Standard deviations are root mean squares over the models. Required
-    seeds are for differences of neighbouring models in the tables that share seeds and examples.
-    The scores of single examples are read from the result files.
+    A row is for a data set or average, with root mean squares over the models, and the number of
+    seeds required to find a true difference between two models in four of five studies. The number
+    is estimated from neighbouring rows of the other tables, with the same seeds and examples.
 
     Returns:
         The table; None if no score has several seeds.
+
+    Raises:
+        InputError: A result file, read for the scores of examples, has become missing or invalid.
     """
     rows = []
     order = {model: index for index, model in enumerate(_list_model_names(evidence))}

@@ -13,9 +13,10 @@ CellValue = str | int | None
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table; neighbouring columns with the same `group` share its heading.
+    """Column of a table, with its heading `name`.
 
-    An empty `group` is no group.
+    Neighbouring columns with the same `group` share a second heading; "" is no group. Cells of a
+    `numeric` column are aligned to the right, others to the left.
     """
 
     name: str
@@ -26,9 +27,11 @@ class Column:
 
 @dataclass(frozen=True)
 class TableRow:
-    """Row of a table, with one cell per column.
+    """Row of a table, with one cell per column in the tuple `cells`.
 
-    A cell is text, a count, or None if it is empty.
+    A cell is text, a count, or None if it is empty. A `light` row shows values for comparison with
+    the row above, such as published ones; `rule` puts a thin line above a row. `name` is a short
+    name that replaces the identifying columns on small screens, or "".
     """
 
     cells: tuple[CellValue, ...]
@@ -44,8 +47,10 @@ class TableRow:
 class Table:
     """Table of the report, with as many cells in each row as columns.
 
-    `key` is the name of its files and its id on the page; the page shows a folded table as its
-    title until it is opened. A row with another number of cells raises ValueError.
+    `key` is the name of its files and its id on the page, `title` its heading, `note` the meaning
+    of the cells in one or two sentences. `columns` are Columns, `rows` TableRows; a row with
+    another number of cells raises ValueError. The page shows a `folded` table as its title until it
+    is opened.
     """
 
     key: str
@@ -78,7 +83,7 @@ class Table:
         return dict(Counter(column.group for column in self.columns if column.group))
 
 
-def format_score(mean: float | None, half: float | None = None) -> CellValue:
+def format_score(mean: float | None, half: float | None = None) -> str | None:
     """Format a mean and half interval, both fractions, in percent: `91.65 (0.45)`.
 
     Args:
@@ -117,7 +122,8 @@ def _full_column_names(table: Table) -> list[str]:
 def table_to_markdown(table: Table) -> str:
     """Return title, note and table as GitHub Markdown text, ending with a newline.
 
-    Columns are padded; title and cells are escaped, the note is not.
+    The title is a ### heading; columns are padded, with the heading `group name`. Title and cells
+    are escaped, the note is not.
     """
     names = [escape_markdown(name) for name in _full_column_names(table)]
     rows = [[escape_markdown(format_cell(cell)) for cell in row.cells] for row in table.rows]
@@ -153,8 +159,8 @@ _WIDE = 9
 def table_to_latex(table: Table) -> str:
     """Return a LaTeX `table` for booktabs, with title and note as caption.
 
-    All texts are escaped. A table with more than 9 columns has a block per column group, if it has
-    groups.
+    The label is tab:KEY. All texts are escaped. A table with more than 9 columns has a block per
+    column group, if it has groups; columns without a group are in each block.
     """
     groups = list(table.groups)
     parts = [[group] for group in groups] if len(table.columns) > _WIDE and groups else [groups]

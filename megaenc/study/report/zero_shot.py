@@ -35,11 +35,13 @@ _BASELINE_LABELS = {"BM25": "BM25", "random": "random ranking"}
 def build_zero_shot_tables(results: ZeroShotResults, kind: IntervalKind) -> list[Table]:
     """Build the tables of NDCG@10 and, folded, of recall@100 of all models.
 
-    Scores are before and, if any model has them, after contrastive training, in percent, by data
-    set. BM25 and a random ranking are in the last rows.
+    Columns are each data set before and, if any model has such scores, after contrastive training,
+    in percent; a missing score is an empty cell. Scores before have intervals over queries. BM25
+    and a random ranking, if they were evaluated, are in the last rows.
 
     Args:
-        kind: Interval over seeds: 1.96 standard errors ("normal") or Student's ("t").
+        kind: Interval over the seeds of contrastive training: 1.96 standard errors ("normal") or
+            Student's ("t").
     """
     return [
         _build_table(results, kind, METRIC, "zero-shot"),
@@ -178,10 +180,10 @@ def _format_seed_scores(
 def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> FigureSpec:
     """Build the figure of mean NDCG@10 over pretraining steps, a line per objective.
 
-    Panels are before and after contrastive training. They have the decayed models with a known
-    recipe (of masked language models those at the reference mask ratio) that have scores on every
-    data set of `results`, after contrastive training for every seed. BM25 is a horizontal line. A
-    panel without models is left out; without any, the caption reports it.
+    Scores are in percent, in panels before and after contrastive training. Models are decayed ones
+    with a known recipe; those with MLM have the most frequent mask ratio. A panel has the models
+    with scores on every data set of `results`, in the second panel for every seed, and BM25 as a
+    horizontal line. A panel without models is left out; without any, the caption reports it.
 
     Args:
         kind: Interval over seeds: 1.96 standard errors ("normal") or Student's ("t").
@@ -322,9 +324,10 @@ def _build_bm25_line(results: ZeroShotResults, places: list[float]) -> list[Figu
 
 
 def zero_shot_facts(results: ZeroShotResults) -> list[tuple[str, str]]:
-    """Return facts, (name, text) pairs, on zero-shot retrieval.
+    """Return one fact, a (name, text) pair, on zero-shot retrieval, in a list.
 
-    They are models, sets, seeds, and the claims that its scores test, all in one pair.
+    Its text has the number of models, the data sets, the seeds, and the claims that the scores
+    test.
     """
     counts = f"{len(results.models)} models on {', '.join(results.datasets)}, as pretrained"
     if results.is_trained:

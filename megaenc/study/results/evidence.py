@@ -50,11 +50,13 @@ class Score:
     """Mean score of one model on a data set, or its average over a task family.
 
     Scores are fractions, from 0 or, of correlations, from -1 to 1. `model` is the name, `model_key`
-    None outside the study, `family` the value of a TaskFamily or ZS, and `dataset` a name or
-    AVERAGE. `mean` and `seed_scores` are at the learning rate that was chosen on validation,
-    `rate_scores` at all rates; both mappings are empty for published tables. `half_width` is half
-    the 95 % interval over fine-tuning seeds; None for a single one. `members` has the scores behind
-    an average; it is empty for data sets and published averages.
+    None outside the study, `family` the value of a TaskFamily or ZS, `dataset` a name or AVERAGE.
+    `mean` and `seed_scores`, by seed, are at the `learning_rate` that was chosen on validation,
+    `rate_scores`, by rate and seed, at all rates; both mappings are empty for published tables.
+    `half_width` is half the 95 % interval over fine-tuning seeds; None for a single seed.
+    `baseline` is a trivial prediction's score, or None. The fields on runs count collapsed, ended
+    and planned ones. `members` has the scores behind an average; it is empty for data sets and
+    published averages.
     """
 
     model: str
@@ -125,9 +127,9 @@ class Score:
     def stack_examples(self, seeds: Sequence[int]) -> np.ndarray | None:
         """Return the scores of all test examples for each of `seeds`, at the chosen rate.
 
-        The array is float32[S, N], as fractions, for S seeds, in that order, and N examples; files
-        are read once. It is None if some scores are missing, if their numbers differ, without
-        seeds, and for averages and published tables.
+        The array is float32[S, N], as fractions, for S seeds, in that order, and N examples; a
+        Score reads its files once. The result is None if some scores are missing, if their numbers
+        differ, if `seeds` is empty, and for averages and published tables.
 
         Args:
             seeds: Fine-tuning seeds.
@@ -146,11 +148,12 @@ class Score:
 
 @dataclass(frozen=True)
 class GridStatus:
-    """State of a model's fine-tuning runs on one data set.
+    """State of a model's fine-tuning runs on one data set; `build_evidence` builds it.
 
-    A grid has a run for each learning rate and seed, `planned_runs` in all. `collapsed_by_run` has,
-    by (rate, seed) of each run that ended, whether it collapsed or failed; `failed_runs` counts
-    those whose loss became NaN. `build_evidence` builds it.
+    `model`, `model_key`, `family` and `dataset` are as in Score, `train_on` is the training set.
+    The grid has a run for each learning rate and seed, `planned_runs` in all. `collapsed_by_run`
+    has, by (rate, seed) of each run that ended, whether it collapsed or failed; `failed_runs`
+    counts those whose loss became NaN. `incomplete_rates` are rates without results of some seeds.
     """
 
     model: str
@@ -175,9 +178,9 @@ class Evidence:
     """All scores of a study in one metric, with the states of its fine-tuning grids.
 
     `build_evidence` and `read_evidence` build it from results, `published` from the published
-    tables. `scores` is a list of Score, averages included, and `grids` one of GridStatus, also for
-    models without a score; it is empty for published tables. `scope` is what the manifest plans,
-    and empty without a manifest.
+    tables. `scores` is a list of Score, averages included, in `metric`, with intervals of `kind`
+    ("normal" or "t"). `grids` is a list of GridStatus, also for models without a score, and empty
+    for published tables. `scope` is what the manifest plans, and empty without a manifest.
     """
 
     scores: list[Score]
@@ -270,7 +273,7 @@ class Evidence:
         """Return the mask ratio, 0 to 1, of the MLM models that are compared.
 
         It is the most frequent one of the planned models without a schedule, on ties that nearest
-        0.4; None without any.
+        0.4; None if no model has a ratio.
         """
         return reference_mask_ratio(self.planned_model_keys())
 
@@ -286,7 +289,7 @@ class Evidence:
         """Return the distinct (family, data set) pairs with a score.
 
         Families are in the order of TaskFamily, then others. In each, the study's data sets come
-        first, then others, then averages.
+        first, then others by appearance, then averages.
         """
         by_family = datasets_by_family(
             ((score.family, score.dataset) for score in self.scores), STUDY_DATASETS
@@ -324,15 +327,16 @@ def build_evidence(
 ) -> Evidence:
     """Build the scores, averages and states of runs in one metric from results.
 
-    Models and data sets that have no rate with every seed finished have no score.
+    A score is at the rate with the best validation of those with every seed, planned or else of any
+    model on the data set; without such a rate there is none. An average needs two or more data
+    sets, all with scores of the same seeds.
 
     Args:
         results: Fine-tuning results, finished and failed, such as those of `read_result_tree`.
         resolve_model_key: Function from a model's name to its key, or to None if it has none.
         metric: PAPER_SCORE, or the name of a standard metric; InputError if no finished run has it.
-        kind: Kind of the 95 % intervals over seeds: 1.96 standard errors, or Student's ("t").
-        scope: What a manifest plans. Results of other rates and seeds are ignored, those of other
-            models and data sets are not.
+        kind: 95 % interval over seeds, 1.96 standard errors ("normal") or Student's ("t").
+        scope: What a manifest plans; other rates and seeds are ignored, other models and sets not.
     """
     known = {
         PAPER_SCORE,
@@ -492,10 +496,10 @@ def _read_example_scores(paths: Mapping[int, Path], metric: str) -> dict[int, np
 
 
 def describe_missing_scores(evidence: Evidence) -> str:
-    """Return sentences that list models and data sets without a score; "" if none is.
+    """Return sentences that list models and data sets without a score.
 
     They have the numbers of runs that ended and failed. Without a manifest, only models and data
-    sets with a run are known.
+    sets with a run are known. The result is "" if all have a score.
     """
     scored = {(score.model, score.dataset) for score in evidence.scores}
     grids: dict[str, list[GridStatus]] = {model: [] for model in evidence.scope.model_keys}

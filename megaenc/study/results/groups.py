@@ -57,8 +57,8 @@ def objective_name(model_key: ModelKey) -> str:
     """Return "CLM", "MLM" or "CLM + MLM", or the text of a model's objective schedule.
 
     "CLM + MLM" is CLM up to a step, then MLM, in one run; mixtures and alternations are schedules.
-    A model of continued pretraining has the name of its parent, or else the text of its own
-    schedule.
+    For continued pretraining it is the schedule of the continued run or, without one, the objective
+    of the parent.
     """
     if model_key.schedule:
         return model_key.schedule
@@ -70,8 +70,8 @@ def objective_name(model_key: ModelKey) -> str:
 def recipe_label(model_key: ModelKey) -> str:
     """Return a model's objective or schedule as text for tables and legends.
 
-    Examples are `MLM`, `25 % CLM, then MLM` and `MLM on CLM` (continued pretraining, where a
-    schedule may stand in place of the first MLM). Size, steps, mask ratio and seed are not in it.
+    Examples are `MLM` and `25 % CLM, then MLM`; for continued pretraining on a CLM model they are
+    `MLM on CLM` and `SCHEDULE on CLM`. Size, steps, mask ratio and seed are not in it.
     """
     name = objective_name(model_key)
     if name == "CLM + MLM":
@@ -101,8 +101,8 @@ def select_schedule_peers(
     """Return the peers of models with an objective schedule, then these models.
 
     All are finished. Peers have no schedule (CLM, MLM, CLM then MLM, also continued ones), and the
-    size and steps of a model with a schedule. For a size at which an MLM model of these steps is
-    missing, those of any number of steps are added, except continued ones. The list is empty if no
+    size and all steps of a model with a schedule. If an MLM model of these steps is missing, peers
+    of this size with any number of steps are added, except continued ones. The list is empty if no
     finished model has a schedule.
 
     Args:
@@ -165,13 +165,14 @@ def group_by_setup(
     """Return model keys by kind of pretraining; a key may be in several kinds.
 
     Kinds without models are left out. "base" are models of one objective with the longest budget
-    that CLM and MLM share at their size (else of either), "efficiency" intermediate checkpoints,
-    "pfs" (from scratch) two-stage models, their CLM and MLM peers of the same budget, and models of
-    one objective with other budgets, "cpt" continued models and their parents, "other" models with
-    a schedule. Keys are sorted by size, then by recipe and seed.
+    that CLM and MLM share at their size or, if they share none, that either has, "efficiency"
+    intermediate checkpoints, "pfs" (from scratch) two-stage models, their CLM and MLM peers of the
+    same budget, and models of one objective with other budgets, "cpt" continued models and their
+    parents, "other" models with a schedule. Keys are sorted by size, then by recipe and seed.
 
     Args:
-        planned: Keys of all planned models, which decide on budgets and parents too.
+        planned: Keys of all planned models, which decide on budgets and parents too, but are not
+            added.
         size_order: All sizes, smallest first; without it they are sorted by numbers such as 210M.
     """
     unique_keys = list(dict.fromkeys(model_keys))
@@ -225,9 +226,9 @@ def group_by_setup(
 def parent_key(model_key: ModelKey) -> ModelKey:
     """Return the key of the model from which continued pretraining started.
 
-    The parent is decayed, and has no steps of continued pretraining. Schedule and seed stay those
-    of `model_key`, and the mask ratio too if the parent has MLM steps; else it is None. It is not
-    checked that `model_key` has continued steps.
+    The parent is decayed, with 0 as budget and as steps of continued pretraining. Schedule and seed
+    are copied from `model_key`, and the mask ratio too if the parent has MLM steps; else it is
+    None. It is not checked that `model_key` has continued steps.
     """
     mask = model_key.mask_ratio if model_key.mlm_steps else None
     return replace(model_key, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
@@ -253,8 +254,8 @@ def _longest_budgets(model_keys: Iterable[ModelKey]) -> dict[str, int]:
 def sort_sizes(model_keys: Iterable[ModelKey], size_order: Sequence[str] = ()) -> list[str]:
     """Return the distinct size names of models, smallest first.
 
-    They are sorted by `size_order` if it has all, else by numbers such as 210M; other names are
-    then last, in order of appearance.
+    They are sorted by `size_order` if it has all, else by numbers such as 210M or 1B (K, M or B);
+    other names are then last, in order of appearance.
 
     Args:
         size_order: All sizes, smallest first.
@@ -270,7 +271,7 @@ def is_size_order_known(model_keys: Iterable[ModelKey], size_order: Sequence[str
     """Return whether the order of the models' sizes is known.
 
     It is if there is at most one size, if `size_order` has all, or if all names are numbers such as
-    210M.
+    210M or 1B (K, M or B).
     """
     names = {model_key.size for model_key in model_keys}
     return (
@@ -322,7 +323,7 @@ def datasets_by_family(
     """Return the distinct data sets of (family, data set) pairs by family.
 
     Families are in the order of TaskFamily, then others. In each, the data sets in `order` come
-    first, then others, then averages.
+    first, then others by appearance, then averages.
 
     Args:
         order: Data sets by family, in order; by default that of the study's tables.

@@ -28,8 +28,9 @@ class TrainedRun:
     """Content of a run directory, without the logged steps of a branch's parent.
 
     `read_runs` builds it. `name` is that of the directory, `facts` the content of run.json, `steps`
-    the rows of metrics.jsonl, at least one, and `validations` those of validation.jsonl. A Row is a
-    dict of one line. `start_progress` has step, tokens and FLOPs before the first step.
+    the rows of metrics.jsonl, at least one, and `validations` those of validation.jsonl, empty
+    without it. A Row is a dict of one line. `start_progress` is a Row with step, tokens,
+    predicted_tokens and flops before the first step: those of a branch's parent there, else 0.
     """
 
     name: str
@@ -71,8 +72,8 @@ class TrainedRun:
     def kind(self) -> str:
         """Return "CLM", "MLM", "CLM + MLM", "other" or "continued", by the objectives.
 
-        "CLM + MLM" has both, in any order or mixture. A run that started from another run's weights
-        is "continued", whatever its objectives.
+        "CLM + MLM" has both, in any order or mixture, "other" any further objective. A run that
+        started from another run's weights is "continued", whatever its objectives.
         """
         if self.start == "weights":
             return "continued"
@@ -87,7 +88,7 @@ class TrainedRun:
 def read_runs(directory: Path) -> dict[str, TrainedRun]:
     """Read the run directories in `directory` that have a logged step.
 
-    Others, and nested ones, are left out.
+    Other entries, and runs in deeper directories, are left out.
 
     Returns:
         The runs by name, sorted by it.
@@ -124,9 +125,10 @@ def flops_by_model(
 ) -> dict[ModelKey, float]:
     """Return the training FLOPs behind each model's weights, by model key.
 
-    They are cumulative, of forward and backward passes, with those of ancestors in `runs`. Models
-    without a run of their name or without logged FLOPs are left out. An intermediate checkpoint
-    RUN-STEP has the FLOPs of that step, and is left out if the step was not logged.
+    They are cumulative, of forward and backward passes, on all GPUs. Ancestors whose weights a run
+    took are included if they are in `runs`, else they count as 0. Models without a run of their
+    name or without logged FLOPs are left out. An intermediate checkpoint RUN-STEP has the FLOPs of
+    that step, and is left out if the step was not logged.
 
     Args:
         runs: Runs by name, of `read_runs`.

@@ -33,11 +33,12 @@ DATASET_NAMES = {
 
 
 def read_published_rows() -> list[dict[str, str]]:
-    """Read the 800 cells of published_results.csv, in table order.
+    """Read the 800 cells of published_results.csv, in table order, averages included.
 
     Returns:
         A dict of text by column name for each cell: setup, size, clm_steps, mlm_steps,
-        cpt_mlm_steps, mask_ratio, task, dataset, mean and ci95 (percent).
+        cpt_mlm_steps, mask_ratio (a fraction, or empty without masking), task, dataset, mean and
+        ci95 (percent).
     """
     with resources.files(__package__).joinpath(TABLES).open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
@@ -47,7 +48,7 @@ def parse_model_key(row: dict[str, str]) -> ModelKey:
     """Return the key of the model that a published row describes.
 
     A row of setup "efficiency" is an intermediate checkpoint: its key has `decayed` False and the
-    budget DEFAULT_BUDGET. All keys have seed 1.
+    budget DEFAULT_BUDGET; other keys have True and 0. All keys have seed 1.
 
     Args:
         row: Row of `read_published_rows`.
@@ -95,9 +96,9 @@ def published() -> Evidence:
 def is_study_result(result: Result) -> bool:
     """Return whether a result is the published study's, not of `megaenc finetune`.
 
-    It is if its file has only scores, and its model has the study's naming and one of its sizes. A
-    rerun with the study's evaluation code under the same names cannot be told apart; `megaenc
-    finetune` adds its protocol.
+    It is if its file has only scores, and its model has the study's naming and one of its sizes.
+    `megaenc finetune` adds its protocol to the file. The result is True also for a rerun with the
+    study's evaluation code under the same names.
     """
     return result.scores_only and _is_study_model(result.model)
 
@@ -111,9 +112,9 @@ def _is_study_model(name: str) -> bool:
 
 
 def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:
-    """Return results without the study's own on data sets that its tables lack (QED).
+    """Drop the study's own results on data sets that its tables lack, such as QED.
 
-    Results of `megaenc finetune` are all kept.
+    Results of `megaenc finetune` are all kept; the order stays.
     """
     printed = {(str(family), name) for family, names in STUDY_DATASETS.items() for name in names}
     return [
@@ -126,7 +127,9 @@ def drop_unprinted_results(results: Iterable[Result]) -> list[Result]:
 def raw(
     directory: str | Path, metric: str = PAPER_SCORE, kind: IntervalKind = "normal"
 ) -> Evidence:
-    """Read the study's raw result files on its twelve averaged data sets.
+    """Read the study's raw result files on the twelve data sets of its tables.
+
+    Averages are added. The keys of models are parsed from their names.
 
     Args:
         directory: Results directory of the study, as in its repository.

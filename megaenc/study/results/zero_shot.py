@@ -31,10 +31,11 @@ class ZeroShotResults:
     """Zero-shot retrieval scores of a study's models, of BM25 and of a random ranking.
 
     `read_zero_shot` builds it. A Place is (model, data set, measure), with the measures "ndcg@10"
-    and "recall@100". `pretrained` has the QueryScores of each Place without contrastive training,
-    `trained` those after it by Place, then by seed, and `baselines` those of "BM25" and "random" in
-    place of a model. `seeds` are those of a complete model: the manifest's, else all with scores.
-    Scores are fractions, one for each query.
+    and "recall@100". `pretrained` has the QueryScores (a fraction for each query) of each Place
+    without contrastive training, `trained` those after it by Place, then by seed, and `baselines`
+    those of "BM25" and "random" in place of a model. `model_keys` are by name, for models that have
+    one. `seeds` are those of contrastive training that a complete model has: the manifest's, else
+    all that occur. `scope` is what the manifest plans.
     """
 
     pretrained: Mapping[Place, QueryScores]
@@ -73,8 +74,9 @@ class ZeroShotResults:
         """Return the NDCG@10 of all models as the family ZS, for the tests of claims.
 
         Scores are those after contrastive training if any model has them, else those as pretrained,
-        as the one seed 0. Models have no score on data sets where one of `seeds` is missing. Scores
-        of queries are paired over models only if all models have the same queries and data.
+        as the one seed 0; there are no averages. Models have no score on data sets where one of
+        `seeds` is missing. Scores of queries are left out on a data set unless all models have the
+        same queries and data there.
 
         Args:
             kind: 95 % interval over seeds, 1.96 standard errors ("normal") or Student's ("t").
@@ -129,7 +131,8 @@ class ZeroShotResults:
         """Return a sentence that names the models with missing scores; "" without any.
 
         Models, data sets and seeds are those that the manifest plans; there are none without it.
-        The counts are of NDCG@10, one for each data set as pretrained and for each seed.
+        The counts are of NDCG@10, for which a data set counts once as pretrained and once for each
+        seed.
         """
         incomplete = []
         for model in self.scope.model_keys:
@@ -151,8 +154,8 @@ def read_zero_shot(directory: Path, scope: StudyScope = EMPTY_SCOPE) -> ZeroShot
     """Read the evaluations of the models, data sets and seeds in `scope`.
 
     Without a manifest (no model in `scope`), all evaluations count. Unreadable files count as
-    missing. The result is None without any scores of models, as without the directory, and if the
-    manifest plans no retrieval sets.
+    missing. Baselines are in the same files. The result is None without any scores of models, as
+    without the directory, and if the manifest plans no retrieval sets.
 
     Args:
         directory: STUDY/embed, with the files NAME/pretrained.json and NAME/seed-S.json.

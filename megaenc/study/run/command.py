@@ -56,7 +56,14 @@ from megaenc.study.run.stage import (
 
 @dataclass(frozen=True)
 class StudyRunConfig:
-    """Flags of `megaenc study run`."""
+    """Flags of `megaenc study run`, as `main` parses them.
+
+    `manifest` is a YAML file, `output` the study directory, `data` the start of relative data paths
+    ("" is the manifest's directory). `data_path` and `tokenizer` name a corpus if the manifest
+    builds none. `jobs` is the number of parallel stages (0: one per GPU or core), `processes` that
+    of processes per pretraining run (0: the manifest's). `only` limits the stages
+    (`select_stages`), `dry_run` only lists them, `slurm` (ClusterConfig) submits them to a cluster.
+    """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
     """The study as a YAML file, such as configs/study/mini.yaml."""
@@ -89,11 +96,11 @@ class StudyRunConfig:
 def main(argv: Sequence[str] | None = None) -> None:
     """Execute, submit (--slurm) or list (--dry-run) the remaining stages of a study.
 
-    Finished stages are kept. A failed stage exits with 1, wrong input with 2. With --slurm it may
-    return before the stages end.
+    Finished stages are kept. After a failed stage, those that do not need it still run, and the
+    exit code is 1; after wrong input it is 2. With --slurm it may return before the stages end.
 
     Args:
-        argv: The flags; None: those of this process.
+        argv: The flags, without the name of the command; None: those of this process.
     """
     silence_libraries()
     settings = flags.parse(StudyRunConfig, argv, prog="megaenc study run", description=__doc__)
@@ -256,7 +263,7 @@ def print_summary(
     seconds: float,
     settings: StudyRunConfig,
 ) -> None:
-    """Print failures, counts, and the report command if all stages are done.
+    """Print failures, counts, and the report command if all of `stages` are done.
 
     Args:
         stages: Stages of this execution, each after those that it needs.
@@ -349,11 +356,11 @@ def select_stages(stages: Mapping[str, StageRunner], only: Sequence[str]) -> lis
 def device_slots(jobs: int) -> list[str]:
     """Return the GPU for each of `jobs` parallel processes, one text per process.
 
-    GPUs are as in CUDA_VISIBLE_DEVICES, and used in turn if there are more processes. Each text is
-    "" if there is no GPU.
+    GPUs are entries of HIP_VISIBLE_DEVICES or else CUDA_VISIBLE_DEVICES, or 0, 1, ... if neither is
+    set, and used in turn if there are more processes. Each text is "" if there is no GPU.
 
     Args:
-        jobs: Number of processes; 0: one per GPU, or without GPUs one per core.
+        jobs: Number of processes; 0: one per GPU, or without GPUs one per core that is usable.
 
     Raises:
         InputError: torch fails to list the GPUs.
