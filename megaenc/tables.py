@@ -26,7 +26,9 @@ def escape_markdown(value: object) -> str:
 
 
 def inline_code(value: object, *, cell: bool = False) -> str:
-    """Return `value` as one line of inline Markdown code, backticks as apostrophes.
+    r"""Return `value` as one line of inline Markdown code, backticks as apostrophes.
+
+    Control characters become Python escapes such as `\x1b`; an empty value becomes a space.
 
     Args:
         cell: Escape `|` too.
@@ -70,8 +72,8 @@ def format_markdown(
 ) -> str:
     """Return a Markdown table of text columns, then number columns.
 
-    Text columns are left-aligned, with escaped cells; number columns are right-aligned. Headings
-    and cells of number columns stay as they are. The text ends with a line feed.
+    Text columns are left-aligned, with escaped cells; number columns are right-aligned, with cells
+    as they are. No heading is escaped. The text ends with a line feed.
 
     Args:
         text_columns: Headings of the first columns.
@@ -113,7 +115,8 @@ def build_rich_table(title: str, text_columns: Sequence[str], number_columns: Se
 def print_tables(tables: Iterable[Any], width: int) -> None:
     """Print rich's tables to standard output.
 
-    On a terminal they have its width, else they are `width` characters wide.
+    On a terminal they have its width, else they are `width` characters wide. Text that looks like
+    rich's markup is printed as it is.
     """
     # Names may look like rich's markup.
     console = build_rich_console(

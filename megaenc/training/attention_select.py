@@ -61,11 +61,12 @@ def select_attention(
 
     All ranks call this together. They raise InputError if the requested backend fails, or with
     "auto" all do. Rank 0 prints backends and versions of flash-attn that are installed and failed
-    before the one that passes. Failing versions are not used in this process again.
+    before the one that passes. Versions of flash-attn that fail are not used in this process again.
 
     Args:
         requested: Name of the backend; "auto" for the first of BACKENDS that passes.
         masks: Kinds of attention that are needed.
+        backend: Hardware of this process, on which the tests run.
         **batch_shape: `seq_length`, tokens of a pack (default 0: no long document is tested), and
             `packs`, packs of a micro-batch (default 1).
     """

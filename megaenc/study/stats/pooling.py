@@ -35,9 +35,9 @@ class ScoreRows:
     """Summed scores of the left and the right side, by seed and by example.
 
     `left` and `right` are float[S], in the unit of the scores times their weights, by pretraining
-    seed, or by fine-tuning seed if there is only one run. `examples` are their differences,
-    float[S, N], by (task family, data set), without data sets whose example scores are missing or
-    differ in number.
+    seed, or by fine-tuning seed if each contrast has only one run. `examples` are the weighted
+    differences of example scores, float[S, N], by (task family, data set), without data sets for
+    which a model has no example scores or another number of them.
     """
 
     left: np.ndarray
@@ -54,11 +54,12 @@ class ScoreRows:
 def between_run_variance(contrasts: Sequence[Contrast]) -> BetweenRunVariances:
     """Return the variance of contrasts between their pretraining runs, by task family.
 
-    Each family has a dict from a set of pretraining seeds to its part of the variance: the mean
-    over its contrasts with these seeds, divided by the number of such sets, so that the parts add
-    up to the mean variance, in squared units of the scores. "" stands for all families together.
-    Contrasts with one pretraining run or with a collapsed side do not count; families that have no
-    other contrasts are left out. The result is the `borrowed` of `compare_contrasts`.
+    Each family has a dict from a tuple of pretraining seeds to its part of the variance: the mean
+    over the family's contrasts with these seeds, divided by the family's number of tuples, so that
+    the parts add up to the mean variance, in squared units of the scores. "" stands for all
+    families together. Contrasts with one pretraining run or with a collapsed side do not count;
+    families that have no other contrasts are left out. The result is the `borrowed` of
+    `compare_contrasts`.
     """
     variances: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
     for contrast in contrasts:
@@ -88,15 +89,15 @@ def compare_contrasts(
     """Test one contrast, or a weighted sum of several, against 0.
 
     `p_adjusted` of the result is the uncorrected p and `verdict` "not resolved"; the caller sets
-    both. The difference is NaN if the scores have no fine-tuning seed in common.
+    both. Difference and p are NaN if the scores have no fine-tuning seed in common.
 
     Args:
         contrasts: At least one.
         borrowed: Variances by `between_run_variance`, for contrasts with one pretraining run each.
         weights: A weight per contrast, in order, not all 0; None for their mean.
         unit: Unit of the result. Scores are fractions for "points", else already in `unit`.
-        noise: Noise between runs, if all contrasts have one run and `borrowed` is empty, or if
-            scores are published; None to test these models only.
+        noise: Noise between runs, used only if all contrasts have one run and `borrowed` is empty,
+            or if scores are published; None to test these models only.
     """
     weights = weights or [1 / len(contrasts)] * len(contrasts)
     pool = [

@@ -24,14 +24,15 @@ Place = tuple[str, str]
 class RunNoise:
     """Noise of scores, as fractions, between pretraining runs of one recipe.
 
-    It is estimated from `residuals` by task family and data set (`estimate_run_noise`), or `given`
-    as standard deviations by task family (`parse_run_noise`), which replace them. With neither, as
-    in UNKNOWN_NOISE, variances are NaN. `source` is text on its origin for the report.
+    `estimate_run_noise` builds it from `residuals`, float[K] by (task family, data set), with the
+    `finetune_variances` that they contain and K as `df`, the degrees of freedom. `parse_run_noise`
+    builds it from `given`, standard deviations by task family, with an infinite `df`; then
+    residuals do not count for any family. With neither, as in UNKNOWN_NOISE, variances are NaN.
+    `source` is text on the origin for the report.
     """
 
     residuals: Mapping[Place, np.ndarray] = field(default_factory=dict)
-    """float[K] by (task family, data set), as fractions, with the same K runs for all; of a given
-    standard deviation float[1]"""
+    """float[K] by (task family, data set), as fractions, in the same order for all"""
     finetune_variances: Mapping[Place, float] = field(default_factory=dict)
     """part of the residuals' variance that is due to fine-tuning"""
     df: float = math.nan
@@ -103,8 +104,9 @@ UNKNOWN_NOISE = RunNoise()
 def parse_run_noise(texts: Sequence[str]) -> RunNoise | None:
     """Parse `--run-noise` texts FAMILY=POINTS, such as SC=0.5.
 
-    Points are a standard deviation between pretraining runs, in percent of the score; the result
-    has fractions. Of several texts with the same family, the last counts. None without any text.
+    Points are a standard deviation between pretraining runs, for scores from 0 to 100; the result
+    has fractions, here 0.005. Of several texts with the same family, the last counts. None without
+    any text.
 
     Args:
         texts: Texts with the families SC, TC, QA, IR or ZS.
@@ -136,8 +138,9 @@ def estimate_run_noise(models: ModelSelector) -> RunNoise:
     It is the residuals around smooth curves: each size has its own line, and all sizes share the
     bend (the quadratic term). A curve has the finished MLM-only models of a size with the largest
     number of steps at which three or more ratios have one, without models that collapsed on any
-    data set; of several pretraining seeds of a ratio, the last counts. Data sets on which one of
-    these models lacks a score are left out. The result is UNKNOWN_NOISE if there are no residuals.
+    data set; of several pretraining seeds of a ratio, the last in `models.model_keys` counts. Data
+    sets on which a model of any curve lacks a score are left out. The result is UNKNOWN_NOISE if
+    there are no residuals.
     """
     curves: dict[str, dict[float, ModelKey]] = {}
     collapsed = {score.model_key for score in models.evidence.scores if score.is_collapsed}

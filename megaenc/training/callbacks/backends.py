@@ -40,7 +40,7 @@ def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]
     """Return the started loggers that flags of `plan` request, on rank 0.
 
     They are for --tensorboard-dir and --wandb-project; the list is empty without these flags and on
-    other ranks. Call `submit` to log.
+    other ranks. Call `submit` of each to log, first with "drop_rows_after".
 
     Args:
         run_dir: Directory that keeps the id of the Weights & Biases run; None without --save, for a
@@ -70,9 +70,10 @@ def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]
 class TensorBoardLogger:
     """Logger that writes a run's rows and flags to TensorBoard event files.
 
-    Numbers are float64. All files are in one directory; the constructor raises InputError if
-    another run has written there. `drop_rows_after`, which opens the first file, must be called
-    before the other methods.
+    Numbers are float64. `TensorBoardLogger(directory, run, config)` creates the directory of all
+    files and raises InputError if another run has written there: `run` is the run's
+    `identity_digest`, `config` its flags and metadata, JSON-ready. `drop_rows_after`, which opens
+    the first file, must be called before the other methods.
     """
 
     def __init__(self, directory: str, run: str, config: dict[str, Any]):
@@ -142,7 +143,9 @@ class TensorBoardLogger:
 class WandbLogger:
     """Logger of rows to a Weights & Biases run.
 
-    Without API key or network it logs to local files, for `wandb sync`.
+    It is made from the monitoring flags, the run directory, the id of the W&B run, which is resumed
+    if it exists, and the flags and metadata to show there. Without API key or network it logs to
+    files in --wandb-save-dir, or else the run directory, for `wandb sync`.
     """
 
     def __init__(
@@ -251,6 +254,8 @@ class BackgroundLogger:
 
     def submit(self, method: str, *arguments: Any) -> None:
         """Queue the call `method(*arguments)` of the logger, without waiting for it.
+
+        The arguments are not copied, so that the caller must not change them afterwards.
 
         Args:
             method: Name of the method, such as log.

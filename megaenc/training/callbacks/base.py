@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 class StepReport:
     """Report of a training step; equal on all ranks but for `seconds`.
 
-    The trainer builds it for `Callback.after_step`.
+    The trainer builds it for `Callback.after_step`. `result` has sums over all ranks (`metrics`),
+    the gradient norm, and whether the update of `step` was applied; `seconds` is wall-clock time,
+    and `progress` the run's counts up to this step by name (PROGRESS_FIELDS). `deviations` tells by
+    how many robust standard deviations the loss is above recent ones, None if they are too few;
+    `is_spike` is True if that is a spike by --loss-spike-sigmas.
     """
 
     step: int
@@ -30,13 +34,14 @@ class StepReport:
 
 
 class Callback:
-    """Observer of a run: override the hooks that are needed.
+    """Observer of a run: override the hooks that are needed; the others do nothing.
 
     All ranks call each hook together, so that a hook may use collectives. It observes: weights,
-    gradients and random numbers stay as they are; `self.trainer.request_stop` ends the run. Steps
-    count from 1. A callback is also a context manager, which is entered before the first step and
-    left after the last one or an error. It is built with the trainer and, as keyword arguments, its
-    options of --callbacks, again after a rewind.
+    gradients and random numbers stay as they are; `self.trainer.request_stop(reason)` ends the run
+    after the present step. Steps count from 1. A callback is also a context manager, which is
+    entered before the first step and left after the last one or an error. It is built with the
+    trainer and, as keyword arguments, its options of --callbacks. A rewind leaves it and builds a
+    new one. An error in a hook ends the run.
     """
 
     def __init__(self, trainer: "Trainer"):
@@ -54,10 +59,12 @@ class Callback:
     def before_optimizer(self, step: int, metrics: "BatchSums") -> None:
         """Observe sums and gradients of `step` before the optimizer's step.
 
-        Gradients are neither divided nor clipped yet.
+        Gradients are reduced over ranks (with the distributed optimizer, those of weights that this
+        rank updates), but neither divided nor clipped yet. It is also called before an update that
+        is then skipped.
 
         Args:
-            metrics: Sums over all ranks.
+            metrics: Sums over all ranks of loss, counts and FLOPs.
         """
 
     def after_step(self, report: StepReport) -> None:
@@ -76,8 +83,9 @@ class Callback:
     def after_validation(self, step: int, scores: dict[str, Any]) -> None:
         """Observe the result of a validation after `step`, on all ranks.
 
-        `scores` always has `held_out`, a digest of the validation text, and `objectives`, the
-        scores by objective, as in a row of validation.jsonl (see `Validator`).
+        It is called once, after all validation sets. `scores` always has `held_out`, a digest of
+        the validation text, and `objectives`, the scores by objective, as in a row of
+        validation.jsonl (see `Validator`).
         """
 
     def before_save(self, step: int) -> None:

@@ -30,8 +30,9 @@ def compute_deviations(loss: float, recent: Sequence[float]) -> float:
 class RecentLosses:
     """Recent losses of each objective, to which new ones are compared.
 
-    It is the same on all ranks, which add the same losses. `state`, JSON-ready, is saved in
-    checkpoints and restored by the constructor.
+    It is the same on all ranks, which add the same losses. `RecentLosses()` begins empty. The
+    attribute `state`, JSON-ready, is saved in checkpoints; `RecentLosses(state)` restores it. Up to
+    MAX_RECENT_LOSSES losses are kept of each objective.
     """
 
     def __init__(self, state: dict[str, Any] | None = None):
@@ -42,8 +43,9 @@ class RecentLosses:
     def add(self, step: int, objective: str, loss: float | None) -> float | None:
         """Add a loss of `objective`; return its deviations above recent ones.
 
-        The window of an objective is cleared first if its last loss was added more than
-        MIN_RECENT_LOSSES steps before `step`, as the model has changed in the meantime.
+        Before a loss is added, the window of its objective is cleared if the last one was added
+        more than MIN_RECENT_LOSSES steps before `step`, as the model has changed in the meantime.
+        Spikes are added like other losses.
 
         Args:
             objective: Text of the objective, which has a window of its own.

@@ -24,7 +24,8 @@ class MetricsLogger(Callback):
     """Callback that logs steps and validations of a run.
 
     Rank 0 writes them to the files of the run directory, to TensorBoard and Weights & Biases, and
-    to a progress line on the console.
+    to a progress line on the console. All ranks build it together, from the trainer and the run
+    directory (None on ranks except 0 and without --save), and call `drop_rows_after` first.
     """
 
     def __init__(self, trainer: "Trainer", run_dir: RunDir | None):
@@ -59,10 +60,10 @@ class MetricsLogger(Callback):
             logger.close()
 
     def after_step(self, report: StepReport) -> None:
-        """Log a row of metrics.jsonl if one is due, and update the progress line.
+        """Update the progress line, and log a row of metrics.jsonl if one is due.
 
         All ranks call this together, as timings are reduced. A row is due at each multiple of
-        --log-interval, at the last step, and at a spike or skipped step.
+        --log-interval, at the last step, and at a spike or skipped step. Errors are those of `log`.
         """
         plan = self.trainer.plan
         step = report.step
@@ -95,7 +96,7 @@ class MetricsLogger(Callback):
     def after_validation(self, step: int, scores: dict[str, Any]) -> None:
         """Log a row of validation.jsonl: step, the run's counters, and `scores`.
 
-        All ranks may call it; only rank 0 writes.
+        All ranks may call it; only rank 0 writes, with the errors of `log`.
         """
         self.log(VALIDATION_FILE, {"step": step, **self.trainer.progress, **scores})
 
@@ -119,14 +120,20 @@ class MetricsLogger(Callback):
     def drop_rows_after(self, step: int) -> None:
         """Invalidate rows of steps after `step` in TensorBoard and Weights & Biases.
 
-        Those steps are repeated. It must be called before the first row, with -1 for a new run. The
-        run directory's files are left to `RunDir.drop_rows_after`.
+        Those steps are repeated. It must be called once, before the first row, with -1 for a new
+        run. The run directory's files are left to `RunDir.drop_rows_after`.
         """
         for logger in self._loggers:
             logger.submit("drop_rows_after", step)
 
     def before_save(self, step: int) -> None:
-        """Flush all rows to the disk, so that no checkpoint is newer than its rows."""
+        """Sync rows to the disk, so that no checkpoint is newer than its rows.
+
+        TensorBoard and Weights & Biases are flushed too, waiting up to 5 seconds for each.
+
+        Raises:
+            LocalInputError: A file cannot be written, or the run directory's lock is lost.
+        """
         if self._run_dir:
             self._run_dir.sync()
         for logger in self._loggers:

@@ -23,9 +23,10 @@ TABLE_ROWS = 20
 class Profiler(Callback):
     """Callback of --profile: torch's profiler for chosen steps and ranks.
 
-    Each profiled rank writes a trace (.json.gz) and a table (.txt) to SAVE/profile. A run that
-    starts or ends between the first and the last chosen step profiles those that it makes. Errors
-    of writing are printed and do not end the run.
+    These are all steps from --profile-step-start to --profile-step-end, on --profile-ranks. Each
+    such rank writes a trace (.json.gz) and a table (.txt) to SAVE/profile. A run that starts or
+    ends in between profiles the steps that it makes. Errors of writing are printed and do not end
+    the run.
     """
 
     def __init__(self, trainer: "Trainer"):
@@ -48,7 +49,7 @@ class Profiler(Callback):
             )
 
     def before_step(self, step: int) -> None:
-        """Start the profiler before the first chosen step."""
+        """Start the profiler before the first chosen step that this run makes."""
         if self._is_profiled and step == self._first and not self._running:
             self._running = profile(
                 activities=[ProfilerActivity.CPU] + ([] if self._host else [ProfilerActivity.CUDA])

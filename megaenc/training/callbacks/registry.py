@@ -29,8 +29,9 @@ def parse_callbacks(
 ) -> list[tuple[type[Callback], dict[str, Any]]]:
     """Return class and options of each callback of --callbacks, in their order.
 
-    Options are without `name`. Those whose parameters are annotated as bool, int, float or str are
-    converted to these types; others are as YAML has them. Nothing is constructed.
+    Classes are found in CALLBACKS by `name`, which the options leave out. Options whose parameters
+    are annotated as bool, int, float or str are converted to these types; others are as YAML has
+    them. Nothing is constructed.
 
     Args:
         texts: YAML mappings such as "{name: stop_at_loss, loss: 3.2}".
