@@ -31,14 +31,18 @@ class DamagedCheckpointError(InputError):
 
 
 class UnreadableCheckpointError(DamagedCheckpointError):
-    """DamagedCheckpointError about one that the file system fails to read.
+    """DamagedCheckpointError: the file system fails to read state.json or file sizes.
 
     The failure may be temporary or permanent, so that the checkpoint is not deleted.
     """
 
 
 class CheckpointReadError(InputError):
-    """InputError of a machine that cannot read a checkpoint, which may be intact."""
+    """InputError of a machine that cannot read a checkpoint, which may be intact.
+
+    It is about a file other than state.json; a failure to read that one is an
+    UnreadableCheckpointError.
+    """
 
 
 @contextlib.contextmanager
@@ -74,8 +78,9 @@ def name_file(file: Path) -> Iterator[None]:
 class CheckpointDir:
     """Directory `checkpoints` of a run, read without communication between ranks.
 
-    It holds a directory such as `iter_0000100` for each checkpoint, and a tracker file naming the
-    newest step. `directory` need not exist.
+    It holds a directory such as `iter_0000100` for each checkpoint, and a tracker file,
+    latest_checkpointed_iteration.txt, that names the newest step. `CheckpointDir(directory)` keeps
+    the path as `directory`, which need not exist.
     """
 
     def __init__(self, directory: Path):

@@ -14,9 +14,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     """Train by the flags `argv`, or print the plan with --dry-run.
 
     It is the command `megaenc pretrain`, in one process or as a worker of torchrun. It returns
-    after the last step, or if --exit-interval or a callback ends the run, and exits with code 75 if
-    a signal or time limit does, which also keeps torchrun from restarting it. InputErrors are
-    printed on standard error and exit with code 2.
+    after the last step, or if --exit-interval or a callback ends the run. If a signal or time limit
+    does, it exits with code 75. In both cases workers that torchrun starts again exit at once with
+    the same code. InputErrors are printed on standard error and exit with code 2.
 
     Args:
         argv: Words of the command line after the command; None for sys.argv[1:].

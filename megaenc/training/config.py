@@ -60,10 +60,13 @@ def has_bf16() -> bool:
 class PretrainConfig:
     """Flags of a pretraining run, which are also keys of --config.
 
-    Schedule, length and batch sizes are here; others are in groups such as `data` and `optimizer`,
-    whose fields are flags and keys without a prefix. All fields have defaults, and the constructor
-    checks nothing. `parse_config` builds it from a command line; `check` tests whether the values
-    fit each other. An instance may also be one phase of a run (`phase_configs`).
+    The schedule (`objective_schedule`, or `phases`), the length (`train_iters` or `train_tokens`),
+    `micro_batch_size`, `global_batch_size` and `rampup_batch_size` in packs, `seed`, `bf16` and the
+    preset `model` are here; `shape`, `data`, `learning_rate`, `optimizer`, `start`, `layout`,
+    `kernels`, `health`, `output` and `monitoring` are groups, whose fields are flags and keys
+    without a prefix. All fields have defaults and are read-only; the constructor checks nothing.
+    `parse_config` builds it from a command line; `check` tests whether the values fit each other.
+    An instance may also be one phase of a run (`phase_configs`).
     """
 
     config: str = setting("", NOT_IN_IDENTITY)
@@ -262,8 +265,8 @@ class PretrainConfig:
     def check_rampup(self) -> None:
         """Raise InputError if `--rampup-batch-size` is malformed.
 
-        If given, it must have three numbers: START INCREMENT SAMPLES. Increments must lead from
-        START to --global-batch-size, and SAMPLES be at most a million times START. Flags of
+        If given, it must have three numbers of packs: START INCREMENT SAMPLES. Increments must lead
+        from START up to --global-batch-size, and SAMPLES be at most a million times START. Flags of
         `phases` are ignored.
         """
         if self.rampup_batch_size is None:
@@ -304,7 +307,7 @@ class PretrainConfig:
                 single one without `phases`.
 
         Raises:
-            ValueError: `sizes` has not one number for each of `phases`.
+            ValueError: There are `phases`, and `sizes` has not one number for each.
         """
         if not self.phases:
             return dataclasses.replace(self, micro_batch_size=sizes[0])
@@ -380,8 +383,8 @@ class PretrainConfig:
     def schedule_text(self) -> str:
         """Return the objective schedule as text, such as clm:0.25,mlm:0.75.
 
-        It is --objective-schedule as given, or the objectives of `phases` with their steps, such as
-        clm:100,mlm:300.
+        It is --objective-schedule as given, or the objectives of `phases` with the number of steps
+        of each, such as clm:100,mlm:300.
         """
         if not self.phases:
             return self.objective_schedule
@@ -393,7 +396,7 @@ class PretrainConfig:
     def samples_after(self, step: int) -> int:
         """Return the number of samples (packs) that steps 1 to `step` read, on all ranks.
 
-        It is 0 for step 0. A step after the run counts like one more step of the last phase.
+        It is 0 for step 0. Each step after the run counts like one more step of the last phase.
         """
         return sum(
             phase.settings.batch_sizes.first_sample(phase_steps + 1)
@@ -456,8 +459,8 @@ class PretrainConfig:
     def phase_iters(self) -> int:
         """Return the number of steps of this configuration without its `phases`.
 
-        It is --train-iters, or enough for --train-tokens, or 200 without both. For the settings of
-        a phase these are the phase's steps.
+        It is enough for --train-tokens if they are given, else --train-iters, or 200 without both.
+        For the settings of a phase these are the phase's steps.
         """
         if self.train_tokens is not None:
             return self.batch_sizes.steps_for(-(-self.train_tokens // self.data.seq_length))
@@ -467,7 +470,7 @@ class PretrainConfig:
     def eval_every(self) -> int:
         """Return the number of steps between validations; 0 for none.
 
-        Without --eval-interval it is a tenth of the run's steps, rounded down, at least 1.
+        It is --eval-interval, or without it a tenth of the run's steps, rounded down, at least 1.
         """
         return (
             max(1, self.total_iters // 10)
@@ -517,8 +520,9 @@ def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
     """Return `default` with the file of --config and the preset of --model.
 
-    Both flags are read from `argv`. Others only reset fields that they replace, such as train_iters
-    by --train-tokens (REPLACES) and micro_batch_size of `phases` by --micro-batch-size.
+    Both flags are read from `argv`. Others only set fields that they replace to their defaults,
+    such as train_iters by --train-tokens (REPLACES) and micro_batch_size of `phases` by
+    --micro-batch-size.
 
     Args:
         argv: Words of the command line after the command.
@@ -526,7 +530,8 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
         default: Configuration to start from, which is not changed.
 
     Raises:
-        InputError: File or preset is invalid, or --objective-schedule is given with phases.
+        InputError: File or preset is invalid, or --objective-schedule is given with `phases`, of a
+            flag, the file or `default`.
     """
     config = flags.find_flag_value(argv, "--config")
     if config:

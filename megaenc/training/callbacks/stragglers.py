@@ -56,8 +56,9 @@ Data and compute are those of a step, on average.
 class StragglerDetector(Callback):
     """Callback of --log-straggler: detector of ranks that slow down the others.
 
-    It compares the work of all ranks every --straggler-interval steps, writes the slowest to
-    stragglers.jsonl, and prints those that are slow repeatedly.
+    It compares the work of all ranks every --straggler-interval steps (`compare_ranks`). Rank 0
+    writes the slowest to stragglers.jsonl, and prints those that are slow repeatedly, with more
+    than SLOW_RATIO times the median.
     """
 
     def __init__(self, trainer: "Trainer"):
@@ -80,9 +81,9 @@ class StragglerDetector(Callback):
     def after_step(self, report: StepReport) -> None:
         """Add this rank's times of a step, and report the slowest ranks if due.
 
-        All ranks call this together. The first step of the process is not measured. A line is
-        printed for a rank that was slow in CONSECUTIVE_REPORTS consecutive reports, once until it
-        is no longer slow, and for at most REPORTED_RANKS ranks at a time.
+        All ranks call this together. The first step of the process is not measured. Rank 0 prints a
+        line for a rank that was slow in CONSECUTIVE_REPORTS consecutive reports, once until it is
+        no longer slow. Of more than REPORTED_RANKS such ranks in a report, it only counts the rest.
         """
         step = report.step
         engine = self.trainer.engine
@@ -157,9 +158,10 @@ def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ranks: Array of the structured data type RANK_FIELDS, [R].
 
     Returns:
-        Ratio to the median, float64[R], of the sum of data and compute or of the probe, whichever
-        is larger; and the work that is furthest above its median, "data", "compute" or "the
-        probe", str[R], also for ranks that are not slow.
+        The larger of two ratios, float64[R]: data and compute to the sum of their medians, and the
+        probe to its median; and the slow work, str[R], also for ranks that are not slow: "the
+        probe" if its ratio is the larger, else "data" or "compute", whichever is more seconds
+        above its median.
     """
     data_R = ranks["data_seconds"]
     compute_R = ranks["compute_seconds"]
@@ -185,8 +187,8 @@ def _lower_median(values: np.ndarray) -> float:
 class ForwardTimer:
     """Timer of this accelerator's seconds in forward passes during training.
 
-    Hooks on model chunks, which stay there, record CUDA events. Forward passes without gradients,
-    as in a validation, are not timed.
+    It is made from the rank's model chunks, and adds hooks to them, for good, that record CUDA
+    events. Forward passes without gradients, as in a validation, are not timed.
     """
 
     def __init__(self, chunks: list[torch.nn.Module]):
@@ -204,7 +206,7 @@ class ForwardTimer:
     def pop_seconds(self) -> float:
         """Return the accelerator's seconds in forward passes since the last call.
 
-        Synchronize the device before, so that the passes have ended.
+        The caller must have synchronized the device, so that the passes have ended.
         """
         events = self._events
         self._events = []

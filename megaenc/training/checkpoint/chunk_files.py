@@ -79,7 +79,8 @@ class StoredChunk:
     def rows(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the indices of the first and the last row in the tensor, inclusive.
 
-        A row has an index on all axes but the last. An element of a vector is a row.
+        A row has an index on all axes but the last. In a vector each element is a row, with its
+        place as the only index.
         """
         axes = max(1, len(self.shape) - 1)
         return self.global_offset[:axes], tuple(end - 1 for end in self.corner[:axes])
@@ -104,7 +105,7 @@ def write_chunks(directory: Path, rank: int, chunks: Sequence[ShardedTensor]) ->
 
     Args:
         directory: Directory of the checkpoint, which exists.
-        chunks: Rectangles of tensors, with their elements as `data`.
+        chunks: Rectangles of tensors, with their elements as `data` on any device.
 
     Raises:
         OSError: A file cannot be written.
@@ -172,8 +173,9 @@ def _describe_chunk(
 def publish_chunks(directory: Path, ranks: int, optimizer_step: int) -> Digests:
     """Check the chunks of all ranks, write index.json and return the files' digests.
 
-    One rank calls it, once all have written. It writes PUBLISHED_FILES, deletes the indexes of the
-    ranks, and returns size and SHA-256 of only the files with chunks, by name.
+    One rank calls it, once all have written. It writes PUBLISHED_FILES (the caller syncs them),
+    deletes the indexes of the ranks, and returns size and SHA-256 of only the files with chunks, by
+    name, from these indexes.
 
     Args:
         ranks: Number of ranks that have written, numbered from 0.
@@ -351,6 +353,8 @@ def _group_by_key(chunks: Iterable[StoredChunk]) -> dict[str, list[StoredChunk]]
 class ChunkReader:
     """Reader of rectangles of tensors, which may lie across any stored chunks.
 
+    Files are open only during `read`.
+
     Args:
         directory: Directory of the checkpoint.
         chunks: All chunks of its index.json (`parse_index`).
@@ -380,9 +384,10 @@ class ChunkReader:
     def read(self, chunks: Iterable[ShardedTensor]) -> None:
         """Fill the `data` of `chunks` in place, converted to its data type, with threads.
 
-        The `key`, `global_offset` and shape of a chunk choose the tensor and the rectangle. Rows
-        that the checkpoint's vocabulary lacks become zero. Digests are not compared. Nothing is
-        communicated.
+        The `key`, `global_offset` and shape of a chunk choose the tensor and the rectangle. The
+        number of rows may differ from the checkpoint's if `allow_shape_mismatch` of the chunk is
+        set, as for the vocabulary: rows that are not saved become zero. Digests are not compared.
+        Nothing is communicated. After an error, some chunks may be filled.
 
         Raises:
             CheckpointReadError: A file cannot be read.

@@ -40,7 +40,8 @@ _SEND_BYTES = 32 << 20
 class CheckpointLoader(CheckpointDir):
     """Checkpoint directory of a run, whose checkpoints all ranks verify and load.
 
-    Constructed with the path of the directory `checkpoints`. A process group must exist.
+    It is a CheckpointDir, constructed with the path of the directory `checkpoints`, on any ranks;
+    methods that load or verify need a process group.
     """
 
     _verified: tuple[int, int, ChunkReader] | None = None
@@ -49,14 +50,15 @@ class CheckpointLoader(CheckpointDir):
     def verify(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
         """Verify the checkpoint of `step` on all ranks together; return its state.json.
 
-        Each rank reads some of the files to compare their SHA-256; the result is the same on all.
+        Each rank reads some of the files to compare their SHA-256. Result and errors are the same
+        on all.
 
         Args:
             identity: Identity that its run must have (`Plan.identity`); None for any run.
 
         Raises:
             DamagedCheckpointError: A file is missing or has changed, or state.json is unreadable.
-            CheckpointReadError: A rank cannot read another file.
+            CheckpointReadError: A rank cannot read a file other than state.json.
             InputError: The checkpoint belongs to another run, or its index was not written by a
                 save.
         """
@@ -86,8 +88,8 @@ class CheckpointLoader(CheckpointDir):
     def open_verified(self, step: int) -> tuple[int, ChunkReader]:
         """Return the optimizer's number of updates and a reader of a checkpoint's tensors.
 
-        All ranks call this together. The checkpoint of `step` is verified, with the errors of
-        `verify`, unless it is the one verified last.
+        All ranks call this together. The checkpoint of `step`, of any run, is verified, with the
+        errors of `verify`, unless it is the one verified last.
         """
         if self._verified is None or self._verified[0] != step:
             self.verify(step)
@@ -98,15 +100,16 @@ class CheckpointLoader(CheckpointDir):
         """Verify the newest intact checkpoint that `plan` can resume.
 
         All ranks call this together. Checkpoints after the step in the tracker file, and those that
-        skipped other packs than `plan`, are passed over. Damaged ones are printed.
+        skipped other packs than `plan`, do not count. Of the rest, damaged ones are passed over and
+        printed on rank 0.
 
         Returns:
-            Its state.json; None if there is no checkpoint to resume.
+            Its state.json; None if no checkpoint counts.
 
         Raises:
             CheckpointReadError: A rank cannot read a file.
-            InputError: All are damaged, the newest intact one is of another run, or the tracker
-                file cannot be read.
+            InputError: All that count are damaged, the newest intact one is of another run, or the
+                tracker file cannot be read.
         """
         damage = None
         for step in broadcast_call(lambda: self.steps_up_to_tracker()[::-1]):
@@ -139,18 +142,20 @@ class CheckpointLoader(CheckpointDir):
     def compatible_steps(self, plan: Plan) -> list[int]:
         """Return the sorted steps of checkpoints that skipped the same packs as `plan`.
 
-        Packs up to each step are compared, on this rank only. Incomplete checkpoints are left out;
-        those after the step in the tracker file are not.
+        Packs up to each step are compared, on this rank only. Checkpoints that are incomplete or
+        cannot be read are left out; those after the step in the tracker file are not.
         """
         return [step for step in self.steps() if self.is_compatible(step, plan, if_damaged=False)]
 
     def load(self, engine: Engine, step: int) -> None:
         """Verify and load weights and optimizer state of a checkpoint into `engine`.
 
-        All ranks call this together; the checkpoint may be of any parallel layout. It is not
-        verified again if it was the last one verified. Each byte of the tensors is read once, but
-        for a tied embedding that the last pipeline stage has too, and sent to the ranks that hold
-        the same. Errors are those of `verify` and of `ChunkReader.read`, on all ranks.
+        The state includes the number of updates. All ranks call this together; the checkpoint may
+        be of any run with this model and of any parallel layout. It is not verified again if it was
+        the last one verified. Each byte of the tensors is read once, but for a tied embedding that
+        the last pipeline stage has too, and sent to the ranks that hold the same. Errors are those
+        of `verify` and of `ChunkReader.read`, on all ranks; an imported checkpoint, without
+        optimizer state, is an InputError.
         """
         updates, reader = self.open_verified(step)
         tensors = [tensor for tensor in list_engine_state(engine) if not tensor.is_zero]
@@ -161,8 +166,9 @@ class CheckpointLoader(CheckpointDir):
     def load_weights(self, engine: Engine, step: int) -> None:
         """Verify and load only the weights of a checkpoint, not the optimizer's state.
 
-        All ranks call this together, with the errors of `load`. The float32 master weights of bf16
-        are set too; moments and number of updates stay as they are.
+        All ranks call this together, with the errors of `verify` and `ChunkReader.read`. The
+        float32 master weights of bf16 are set from the loaded weights; moments and number of
+        updates stay as they are.
         """
         _, reader = self.open_verified(step)
         _load_tensors(
@@ -218,8 +224,9 @@ def load_model_weights(
 ) -> None:
     """Verify a checkpoint and load its weights into a module on one rank, in place.
 
-    The module is not divided over ranks. Weights are converted to its data type. A process group
-    must exist; with several ranks all call this together.
+    Each rank has its own whole module. The checkpoint's model weights, not the float32 master
+    weights, are converted to its data type. A process group must exist; with several ranks all call
+    this together.
 
     Args:
         module: Megatron module such as an Encoder, with a sharded_state_dict.
@@ -249,8 +256,8 @@ def verify_weights(
         flag: Flag that chooses a step, for the error.
 
     Raises:
-        InputError: The checkpoint is damaged (the error names the other steps for `flag`), cannot
-            be read, or belongs to another run.
+        InputError: The checkpoint is damaged (the error names the other steps, unverified, for
+            `flag`), cannot be read, or belongs to another run.
     """
     try:
         return checkpoints.verify(step, identity)
@@ -267,8 +274,9 @@ def verify_weights(
 class WeightReader:
     """Reader of whole weights of a checkpoint in float32, one at a time.
 
-    It reads the float32 master weights if there are any, else the model's. Names and shapes are
-    those of a module on one rank, given to the constructor.
+    It reads the float32 master weights if there are any, else the model's. It is made from a
+    ChunkReader (`CheckpointLoader.open_verified`) and a module that is not divided over ranks,
+    which gives only names and shapes.
     """
 
     def __init__(self, reader: ChunkReader, module: torch.nn.Module):
@@ -284,7 +292,7 @@ class WeightReader:
         """Return the weight `name` as a new float32 tensor on the CPU.
 
         Rows that pad the vocabulary are as saved, or missing, so that it may have fewer rows than
-        in the module. Errors are those of `ChunkReader.read`.
+        in the module, but no more. Errors are those of `ChunkReader.read`.
 
         Args:
             name: Name of the weight in the module, such as that of named_parameters; KeyError for

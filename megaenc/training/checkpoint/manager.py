@@ -64,7 +64,11 @@ def _is_done_on_all_ranks(future: Future) -> bool:
 class CheckpointManager(CheckpointLoader):
     """Checkpoint directory of a run in progress, on every rank.
 
-    It saves checkpoints, also in the background, verifies and loads them, and deletes old ones.
+    It saves checkpoints, also in the background, verifies and loads them as a CheckpointLoader, and
+    deletes old ones. It is made from the directory of the checkpoints, which need not exist yet,
+    and the rules of `checkpoints_to_delete`: `keep_last`, `keep_every` and `keep_steps`; without
+    the first two none is deleted. `before_publish` may be a function to call on rank 0 before a
+    checkpoint gets its final name.
     """
 
     def __init__(
@@ -106,8 +110,11 @@ class CheckpointManager(CheckpointLoader):
 
         For rank 0, before a run resumes. Only checkpoints before the tracked one are chosen;
         without any, the file is deleted. Nothing changes if the tracked checkpoint skipped the same
-        packs up to its step, is damaged, or if there is no tracker file. Resumes and exports read
-        it. No checkpoint is deleted.
+        packs up to its step, is missing, damaged or unreadable, or if there is no tracker file.
+        Resumes and exports read that file. No checkpoint is deleted.
+
+        Raises:
+            InputError: The tracker file cannot be read or has no number.
         """
         tracked = self.tracked_step()
         if tracked is None or self.is_compatible(tracked, plan):
@@ -122,12 +129,13 @@ class CheckpointManager(CheckpointLoader):
         """Save the checkpoint of `step`, set the tracker and delete old checkpoints.
 
         All ranks call this together, on the main thread. A running save is finished first. An
-        existing checkpoint of `step` is replaced.
+        existing checkpoint of `step` is replaced, when the new one is complete.
 
         Args:
             progress: Further entries of state.json, JSON-ready.
-            block: True to finish the save. False returns while a thread writes from a copy: call
-                `finish_save`, which also raises the errors, until `is_saving` is False.
+            block: True to finish the save. False returns while a thread writes from a copy in host
+                memory: call `finish_save`, which also raises the errors, until `is_saving` is
+                False.
 
         Raises:
             InputError: This checkpoint, or that of the running save, is not saved.
@@ -172,14 +180,14 @@ class CheckpointManager(CheckpointLoader):
     def finish_save(self, block: bool = True) -> None:
         """Finish a running save; do nothing without one.
 
-        All ranks call this together, on the main thread.
+        All ranks call this together, on the main thread, and communicate while a save is running.
 
         Args:
             block: True to wait for it. False finishes only the halves, first the writing and then
                 the publishing, that are done on all ranks.
 
         Raises:
-            InputError: The checkpoint is not saved, on all ranks.
+            InputError: The checkpoint is not saved, on all ranks; no save is running then.
         """
         if self._writing is not None and (block or _is_done_on_all_ranks(self._writing)):
             futures.wait([self._writing])
@@ -220,8 +228,8 @@ class CheckpointManager(CheckpointLoader):
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
         """Write the weights of a whole module as the checkpoint of step 0, for imports.
 
-        The module is not divided over ranks. One process calls it. An existing checkpoint of step 0
-        is replaced, and the tracker file is set to 0.
+        The module is not divided over ranks; weights keep its data type. One process calls it. An
+        existing checkpoint of step 0 is replaced, and the tracker file is set to 0.
 
         Args:
             module: Megatron module such as an Encoder, with a sharded_state_dict.
@@ -243,7 +251,8 @@ class CheckpointManager(CheckpointLoader):
         """Finish a running save at the end of the context, which all ranks enter.
 
         It raises the errors of `finish_save`. After an error in the context that not all ranks
-        share, it only waits for this rank's threads, so that the checkpoint may not be saved.
+        share (a LocalInputError, or any other than an InputError), it only waits for this rank's
+        threads, so that the checkpoint may not be saved.
         """
         try:
             yield
@@ -259,10 +268,10 @@ class CheckpointManager(CheckpointLoader):
         self.finish_save()
 
     def remove_attempt(self) -> None:
-        """Delete the directory of an interrupted save of this process, if there is one.
+        """Delete the directory of a save that this process has begun and not finished.
 
-        Any rank may call it, once no other rank still writes there. Errors of the deletion are
-        ignored.
+        The directory, if there is one, is shared by all ranks: any may call it, once no other still
+        writes there. Errors of the deletion are ignored.
         """
         if self._attempt:
             shutil.rmtree(self._attempt, ignore_errors=True)
@@ -333,10 +342,11 @@ class CheckpointManager(CheckpointLoader):
     def delete_old(self, newest: int, plan: Plan | None = None) -> None:
         """Delete checkpoints before step `newest` by the rules of `checkpoints_to_delete`.
 
-        For rank 0. Those that are damaged or skipped other packs than `plan` (None: any packs) are
-        deleted too, and do not count as kept. Nothing is deleted without rules or if `newest` is
-        incomplete. Later steps stay, and so do checkpoints that currently cannot be read or
-        deleted.
+        For rank 0. The rules are those of the constructor. Checkpoints that are damaged, or skipped
+        other packs than `plan` (if it is not None), are deleted too, even those of `keep_steps`,
+        and do not count as kept. Nothing is deleted without `keep_last` and `keep_every`, or if
+        `newest` is incomplete. Later steps stay, and so do checkpoints that currently cannot be
+        read or deleted.
         """
         if not any(self._keep) or not self.is_complete(newest):
             return
@@ -363,7 +373,8 @@ class CheckpointManager(CheckpointLoader):
     def remove_leftovers(self) -> None:
         """Delete what interrupted saves and deletions have left in the directory.
 
-        These are hidden directories and temporary files. For rank 0, while no save is running.
+        These are hidden directories and temporary files; those that cannot be deleted stay. For
+        rank 0, while no save is running.
         """
         for stale in (*self.directory.glob(".iter_*"), *self.directory.glob(".*.tmp")):
             remove_path(stale)

@@ -21,10 +21,12 @@ MASTER_PREFIX = "optimizer.state.fp32_param."
 class StateTensor:
     """A weight, or a state of the optimizer for it, as far as one rank holds it.
 
-    `shards` are the places of the rank's tensor-parallel part in the whole weight; `values`, flat,
-    are the elements of the part that the rank holds, from element `start` of the part on;
-    `local_range`, which also counts from the start of the part, has those that it saves and reads,
-    and no other data-parallel rank does. `prefix` is empty for the weight itself.
+    `list_engine_state` and `list_module_state` build it. `shards` are the places of the rank's
+    tensor-parallel part in the whole weight; `values`, flat, are the elements of the part that the
+    rank holds, from element `start` of the part on; `local_range`, which also counts from the start
+    of the part, has those that it saves and reads, and no other data-parallel rank does. `prefix`,
+    before the weight's name in a checkpoint, names the state and is empty for the weight itself;
+    `weight_index` counts the weights of all chunks of the rank.
     """
 
     weight_index: int
@@ -62,7 +64,10 @@ class StateTensor:
 
     @property
     def is_zero(self) -> bool:
-        """Return whether it only stands for zeros, which are saved but not loaded."""
+        """Return whether it only stands for zeros, which are saved but not loaded.
+
+        Its `values` then are one zero, expanded, and must not be written to.
+        """
         return self.values.stride() == (0,)
 
     def elements(self, selected: range) -> torch.Tensor:
@@ -130,11 +135,12 @@ def cut_range(shard: ShardedTensor, values: torch.Tensor, start: int) -> Iterato
 def list_engine_state(engine: Engine) -> list[StateTensor]:
     """Return the weights of this rank and the optimizer's state for them, as views.
 
-    Each weight is followed by its states, with bf16 by its float32 master weight too. They hold the
-    elements that the rank updates; a weight of which it updates none has no states. States that no
-    step has made yet are created as zeros, or stand for zeros without memory (`is_zero`) if no
-    phase trains the weight. With the distributed optimizer, `local_range` has the elements that the
-    rank updates; else all data-parallel ranks hold all, and each has an equal share.
+    Each weight, a whole tensor-parallel part, is followed by its states, with bf16 by its float32
+    master weight too. The states hold the elements that the rank updates; a weight of which it
+    updates none has no states. States that no step has made yet are created as zeros, or stand for
+    zeros without memory (`is_zero`) if no phase trains the weight. With the distributed optimizer,
+    `local_range` has the elements that the rank updates; else all data-parallel ranks hold all, and
+    each has an equal share.
     """
     [optimizer] = engine.optimizer.chained_optimizers
     places = {
