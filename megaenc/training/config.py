@@ -520,9 +520,8 @@ def parse_config(argv: Sequence[str], prog: str) -> PretrainConfig:
 def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
     """Return `default` with the file of --config and the preset of --model.
 
-    Both flags are read from `argv`. Others only set fields that they replace to their defaults,
-    such as train_iters by --train-tokens (REPLACES) and micro_batch_size of `phases` by
-    --micro-batch-size.
+    Both flags are read from `argv`. Others only reset fields that they replace: train_iters for
+    --train-tokens (REPLACES) to its default, micro_batch_size of `phases` to that of the run.
 
     Args:
         argv: Words of the command line after the command.
@@ -530,8 +529,7 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
         default: Configuration to start from, which is not changed.
 
     Raises:
-        InputError: File or preset is invalid, or --objective-schedule is given with `phases`, of a
-            flag, the file or `default`.
+        InputError: File or preset is invalid, or --objective-schedule is given with any `phases`.
     """
     config = flags.find_flag_value(argv, "--config")
     if config:

@@ -43,9 +43,8 @@ class RecentLosses:
     def add(self, step: int, objective: str, loss: float | None) -> float | None:
         """Add a loss of `objective`; return its deviations above recent ones.
 
-        Before a loss is added, the window of its objective is cleared if the last one was added
-        more than MIN_RECENT_LOSSES steps before `step`, as the model has changed in the meantime.
-        Spikes are added like other losses.
+        Before a loss is added, the window of its objective is cleared if the last one is more than
+        MIN_RECENT_LOSSES steps older, as the model has changed since. Spikes are added too.
 
         Args:
             objective: Text of the objective, which has a window of its own.

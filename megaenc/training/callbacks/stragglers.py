@@ -159,9 +159,8 @@ def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         The larger of two ratios, float64[R]: data and compute to the sum of their medians, and the
-        probe to its median; and the slow work, str[R], also for ranks that are not slow: "the
-        probe" if its ratio is the larger, else "data" or "compute", whichever is more seconds
-        above its median.
+        probe to its median; and the slowest work, str[R]: "the probe" if its ratio is the larger,
+        else "data" or "compute", whichever is more seconds above its median.
     """
     data_R = ranks["data_seconds"]
     compute_R = ranks["compute_seconds"]

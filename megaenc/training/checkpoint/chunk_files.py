@@ -173,9 +173,8 @@ def _describe_chunk(
 def publish_chunks(directory: Path, ranks: int, optimizer_step: int) -> Digests:
     """Check the chunks of all ranks, write index.json and return the files' digests.
 
-    One rank calls it, once all have written. It writes PUBLISHED_FILES (the caller syncs them),
-    deletes the indexes of the ranks, and returns size and SHA-256 of only the files with chunks, by
-    name, from these indexes.
+    One rank calls it, once all have written. It writes PUBLISHED_FILES without syncing, deletes the
+    indexes of the ranks, and returns size and SHA-256 of only the files with chunks, by name.
 
     Args:
         ranks: Number of ranks that have written, numbered from 0.

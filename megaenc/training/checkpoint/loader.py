@@ -50,8 +50,7 @@ class CheckpointLoader(CheckpointDir):
     def verify(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
         """Verify the checkpoint of `step` on all ranks together; return its state.json.
 
-        Each rank reads some of the files to compare their SHA-256. Result and errors are the same
-        on all.
+        Each rank compares the SHA-256 of some files; result and errors are the same on all.
 
         Args:
             identity: Identity that its run must have (`Plan.identity`); None for any run.
@@ -99,17 +98,16 @@ class CheckpointLoader(CheckpointDir):
     def verify_newest(self, plan: Plan) -> dict[str, Any] | None:
         """Verify the newest intact checkpoint that `plan` can resume.
 
-        All ranks call this together. Checkpoints after the step in the tracker file, and those that
-        skipped other packs than `plan`, do not count. Of the rest, damaged ones are passed over and
-        printed on rank 0.
+        All ranks call this together. Checkpoints after the tracked step, and those that skipped
+        other packs than `plan`, do not count. Damaged ones are passed over; rank 0 prints them.
 
         Returns:
             Its state.json; None if no checkpoint counts.
 
         Raises:
             CheckpointReadError: A rank cannot read a file.
-            InputError: All that count are damaged, the newest intact one is of another run, or the
-                tracker file cannot be read.
+            InputError: All are damaged, the newest intact one is of another run, or the tracker
+                file cannot be read.
         """
         damage = None
         for step in broadcast_call(lambda: self.steps_up_to_tracker()[::-1]):

@@ -133,9 +133,8 @@ class CheckpointManager(CheckpointLoader):
 
         Args:
             progress: Further entries of state.json, JSON-ready.
-            block: True to finish the save. False returns while a thread writes from a copy in host
-                memory: call `finish_save`, which also raises the errors, until `is_saving` is
-                False.
+            block: True to finish the save. False returns while a thread writes from a copy in
+                host memory: call `finish_save`, which may raise errors, until `is_saving` is False.
 
         Raises:
             InputError: This checkpoint, or that of the running save, is not saved.
