@@ -29,7 +29,13 @@ from megaenc.flags import (
 class DataConfig:
     """Flags of the training data: corpora, tokenizer, split, packs, order, skips.
 
-    Those marked BY_PHASE may differ between the phases of a run.
+    `PretrainConfig.data` is one; all fields have defaults. `data_path` names corpora and their
+    weights, which `blend_temperature` (exponent of corpus sizes in a group) and `blend_max_epochs`
+    (passes after which a corpus leaves) adjust; `seq_length` is the number of tokens of a pack.
+    Only these four may differ between phases. `tokenizer` is a directory or name, `split` has the
+    shares of training, validation and test documents; `packing` says how documents are cut into
+    packs, `data_order` how they are shuffled, `skip_packs` which packs are left out, by position in
+    the data order, such as 1200-1215.
     """
 
     data_path: tuple[str, ...] = setting((), NOT_IN_IDENTITY, BY_PHASE)
@@ -67,7 +73,15 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Flags of optimizer, weight decay and gradient clipping."""
+    """Flags of optimizer, weight decay and gradient clipping.
+
+    `PretrainConfig.optimizer` is one; all fields have defaults. `optimizer` is adamw, stable_adamw
+    or muon; `muon_momentum` and `muon_num_ns_steps` are only for the last, `adam_beta1`,
+    `adam_beta2` and `adam_eps` for all. `weight_decay` is multiplied by the learning rate;
+    `no_weight_decay_norm_bias` leaves norms and biases out of it. `clip_grad` is the largest
+    gradient norm, 0 for no clipping; `freeze` names parts of the model that are not trained. Only
+    `weight_decay` and `freeze` may differ between phases.
+    """
 
     optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
     """adamw; stable_adamw: AdamW that limits the size of each weight's update, usually with
@@ -112,9 +126,11 @@ class OptimizerConfig:
 class StartConfig:
     """Flags to start from a checkpoint of another run, and to skip first samples.
 
-    The run is a branch of the other one (--branch-from: weights, optimizer and data position), or
-    takes only its weights (--init-from). --branch-at and --init-at are steps after which a
-    checkpoint was saved; the first is required, the second is the newest by default.
+    The run is a branch of the run directory --branch-from (weights, optimizer and data position),
+    or takes only weights, those of --init-from. --branch-at and --init-at are steps after which a
+    checkpoint was saved; a branch needs the first, the second is the newest by default.
+    --skip-samples is the number of packs to skip before the first step, or `parent`: as many as the
+    run of --init-from has read. All fields are None by default.
     """
 
     branch_from: str | None = None
@@ -137,7 +153,8 @@ class StartConfig:
         """Raise InputError for flags that need or exclude others.
 
         --branch-from and --init-from exclude each other; --branch-at needs the first, --init-at the
-        second, and `--skip-samples parent` either. No file is read.
+        second, and `--skip-samples parent` one of both. No file is read; a branch without
+        --branch-at passes.
         """
         for kind, run in (("branch", self.branch_from), ("init", self.init_from)):
             step = self.branch_at if kind == "branch" else self.init_at
@@ -162,7 +179,12 @@ class StartConfig:
 class FaultConfig:
     """Flags for non-finite gradients and loss spikes: skipped steps and rewinds.
 
-    A rewind loads an earlier checkpoint and skips the packs that led to a spike.
+    `PretrainConfig.health` is one; all fields have defaults. `max_skipped_updates` is the number of
+    steps of the whole run that may be skipped because loss or gradient are not finite.
+    `loss_spike_sigmas` is the number of robust standard deviations above recent losses from which a
+    loss is a spike (0: none is). A rewind loads the last checkpoint and skips the packs that led to
+    a spike, those of up to `rewind_skip_iters` steps; a run has at most `max_rewinds` (0: spikes
+    are only reported).
     """
 
     max_skipped_updates: NonNegativeInt = 10
@@ -193,7 +215,18 @@ class FaultConfig:
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """Flags of run directory, checkpoints, early exit, validation, logs and dry run."""
+    """Flags of run directory, checkpoints, early exit, validation, logs and dry run.
+
+    `PretrainConfig.output` is one; all fields have defaults. `save` is the run directory; if it is
+    empty, nothing is written. `save_interval` (steps), `save_steps` and `save_phase_ends` decide
+    when checkpoints are written, `async_save` whether training continues meanwhile, `keep_last` and
+    `keep_every` which ones are kept. `exit_interval` (steps) and `exit_duration_in_mins` save and
+    exit early; `distributed_timeout_minutes` limits the time without progress. Validations happen
+    every `eval_interval` steps (0: never; None: ten in a run), of `eval_iters` global batches, on
+    `valid_data_path` (NAME=PREFIX) or held-out text, under `valid_objective` and
+    pseudo-perplexities of `eval_pseudo_perplexity_passes`. Metrics have a row every `log_interval`
+    steps. `dry_run` only prints the plan, also for the device type `gpu`.
+    """
 
     save: str = ""
     """run directory for config, metrics and checkpoints; an existing run in it is resumed. Without
@@ -252,7 +285,15 @@ class OutputConfig:
 
 @dataclass(frozen=True)
 class MonitoringConfig:
-    """Flags of TensorBoard, Weights & Biases, stragglers, profiler and callbacks."""
+    """Flags of TensorBoard, Weights & Biases, stragglers, profiler and callbacks.
+
+    `PretrainConfig.monitoring` is one; all fields have defaults, by which everything is off.
+    `tensorboard_dir` is the directory of event files. `wandb_project`, `wandb_exp_name` (run) and
+    `wandb_entity` (user or team) are names at Weights & Biases, `wandb_save_dir` is its local
+    directory. `log_straggler` compares the compute time of the ranks every `straggler_interval`
+    steps. `profile` traces the steps `profile_step_start` to `profile_step_end`, both included, on
+    `profile_ranks`. `callbacks` are YAML mappings of name and options.
+    """
 
     tensorboard_dir: str = ""
     """directory for TensorBoard event files with every number of metrics.jsonl and
@@ -288,8 +329,8 @@ class MonitoringConfig:
         """Raise InputError for flags of Weights & Biases and profiler that do not fit.
 
         Flags of Weights & Biases need --wandb-project, which needs `save` or --wandb-save-dir;
-        --profile needs `save`, and its steps and ranks must be of the run. Callbacks are left to
-        `parse_callbacks`.
+        --profile needs `save`, a range of steps within 1 to `steps`, and ranks below `world_size`;
+        without it its steps and ranks are not checked. Callbacks are left to `parse_callbacks`.
 
         Args:
             save: Run directory; empty without one.

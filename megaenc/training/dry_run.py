@@ -37,7 +37,8 @@ def print_dry_run(plan: Plan) -> None:
 
     It has model, layout, corpora, phases, objectives with numbers of predicted tokens estimated
     from some packs, learning rate and validation. It needs no process group: other ranks return at
-    once. Settings that this machine or the one of --gpu does not support are printed, not raised.
+    once. Settings that the device type of --gpu (without it, this machine) does not support are
+    printed, not raised.
     """
     if get_rank():
         return

@@ -50,9 +50,10 @@ class BatchSums:
 
     `loss_count` is the divisor of `loss_sum`; `predicted` counts tokens, and `correct` those whose
     most likely token is the label; `flops` are those of matrix products, forward and backward, also
-    if only the forward pass ran; `group_sums` has losses and tokens by TokenGroups, float64[2, G],
-    with G = 0 without groups. Sums of one rank have tensors on its device, so that the host does
-    not wait for it; `reduce` returns those of all ranks as numbers.
+    if only the forward pass ran; `group_sums` has losses and tokens (with weights, sums of weights)
+    by TokenGroups, float64[2, G], with G = 0 without groups. BatchSums() is zero. In sums of one
+    rank `loss_sum`, `correct` and `group_sums` are tensors on its device, so that the host does not
+    wait for it; `reduce` returns those of all ranks as numbers.
     """
 
     loss_sum: float | torch.Tensor = 0.0
@@ -84,7 +85,10 @@ class BatchSums:
 
     @property
     def accuracy(self) -> float | None:
-        """Return the fraction of correct predictions, 0 to 1; None without predictions."""
+        """Return the fraction of correct predictions, 0 to 1; None without predictions.
+
+        Before `reduce` it is a tensor on the device.
+        """
         return self.correct / self.predicted if self.predicted else None
 
     def reduce(self, votes: Sequence[int] = ()) -> tuple["BatchSums", tuple[float, ...]]:
@@ -120,10 +124,10 @@ class BatchSums:
 class TrainStepResult:
     """Result of `Engine.train_step`, equal on all ranks.
 
-    `metrics` are sums over all ranks; `grad_norm` is the norm before clipping, divided by
-    `loss_count` (by 1 if that is 0), also if it is not finite; `is_applied` is False if loss or
-    gradient are not finite, so that weights and optimizer are unchanged; `votes` are sums over all
-    ranks.
+    `metrics` are sums over all ranks; `grad_norm` is the gradient norm of all weights but frozen
+    ones before clipping, divided by `loss_count` (by 1 if that is 0), also if it is not finite;
+    `is_applied` is False if loss or gradient are not finite, so that weights and optimizer are
+    unchanged; `votes` are sums over all ranks.
     """
 
     metrics: BatchSums
@@ -138,11 +142,12 @@ class TrainStepResult:
 class Engine:
     """Model chunks and optimizer shard of one rank under megatron-core.
 
-    It trains the steps of `plan` and evaluates. `chunks` are the rank's parts of the model in
-    DistributedDataParallel, one unless pipeline stages are interleaved; `optimizer` is
-    megatron-core's, `shards` are the parts of their weights that it updates, and `always_frozen`
-    the indices in `shards` of weights that no phase trains. `init_distributed` must have been
-    called. Most methods are collective.
+    All ranks construct it together, after `init_distributed`, from `plan` and backend; its weights
+    are drawn by the seed, unless `init_weights` is False. It trains the steps of `plan` and
+    evaluates. `chunks` are the rank's parts of the model in DistributedDataParallel, one unless
+    pipeline stages are interleaved; `optimizer` is megatron-core's, `shards` are the parts of their
+    weights that it updates, and `always_frozen` the indices in `shards` of weights that no phase
+    trains. Most methods are collective.
     """
 
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
@@ -275,8 +280,8 @@ class Engine:
     def enter_phase(self, step: int) -> None:
         """Set rotary base, batch sizes and frozen weights to those of the phase of `step`.
 
-        Steps are 1, 2, ...; 0 is in the first phase. Nothing is communicated. `train_step` calls
-        it.
+        Steps are 1, 2, ...; 0 is in the first phase, a step after the run in the last. Nothing is
+        communicated. `train_step` calls it.
         """
         settings = self.plan.settings.phase_at(step).settings
         self.sampler = dataclasses.replace(
@@ -292,8 +297,8 @@ class Engine:
     def gather_parameters(self) -> None:
         """Gather the weights that other ranks of a distributed optimizer update.
 
-        All ranks call this together, when each has loaded the model's weights that it updates.
-        Without --use-distributed-optimizer nothing is done.
+        All ranks call this together, when each has loaded into `chunks` the weights that it
+        updates. Without --use-distributed-optimizer nothing is done.
         """
         if self.layout.use_distributed_optimizer:
             for chunk in self.chunks:
@@ -307,8 +312,8 @@ class Engine:
     ) -> TrainStepResult:
         """Train on the batch of `step` (1, 2, ...), but skip a non-finite update.
 
-        All ranks call this together. It enters the phase of `step`. Gradients are set to zero
-        before, not after.
+        All ranks call this together. It enters the phase of `step`, and sets the learning rate of
+        `step`. Gradients are set to zero before, not after.
 
         Args:
             votes: Returns numbers of this rank to be summed over all ranks, equally many on each.
@@ -481,7 +486,9 @@ class Engine:
     def no_grad_reduction(self) -> Iterator[None]:
         """Disable gradient reduction between model replicas inside the context.
 
-        All ranks enter it together. At its end, also after an error, gradients are set to zero.
+        All ranks enter it together. Gradients of weights that ranks of a replica share, such as
+        those of a tied embedding, are not reduced either. At its end, also after an error,
+        gradients are set to zero.
         """
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
@@ -499,9 +506,10 @@ class Engine:
         """Return summed loss and gradient norm of one micro-batch, on this rank only.
 
         Weights are not updated. The loss is 0 on ranks that compute none; the norm is that of the
-        gradient parts that this rank holds, undivided. Gradients are set to zero before, and kept,
-        but those of weights that the phase freezes are zero, as the step ignores them. Ranks of a
-        replica call this together, inside `no_grad_reduction`.
+        gradients of this rank's `chunks`, undivided. Gradients are set to zero before, and kept,
+        but those of weights that the phase entered last freezes are zero, as the step ignores them.
+        Targets are those of training. Ranks of a replica call this together, inside
+        `no_grad_reduction`.
 
         Args:
             row: Indices of the samples, the same on all ranks of a replica.
@@ -543,7 +551,8 @@ class Engine:
             packs: Data set.
             samples: Number of packs, 1 or more.
             objective: Objective whose loss is measured.
-            groups: Groups of tokens for `group_sums`; None for none.
+            groups: Groups of tokens for `group_sums`, if `packs` is a BlendedDataset; None for
+                none.
         """
         for chunk in self.chunks:
             chunk.eval()
@@ -574,7 +583,7 @@ class Engine:
         are added to, and reduced over ranks unless in `no_grad_reduction`; weights are not updated.
 
         Args:
-            specs: Micro-batches, 1 or more, all with equal groups.
+            specs: Micro-batches, 1 or more, all with equal groups; in a pipeline, of one length.
             next_specs: Those likely to be run next, to be read in advance.
 
         Returns:
@@ -654,7 +663,7 @@ def sum_by_group(batch: MicroBatch, losses_N: torch.Tensor) -> torch.Tensor:
 
     Args:
         batch: Micro-batch with `groups`.
-        losses_N: Loss of each predicted token, times its weight if there are any.
+        losses_N: Loss of each predicted token, times its weight if `batch.predictions` has weights.
 
     Returns:
         float64[2, G] on the device: losses, then tokens; with weights, the sums of weights instead

@@ -30,7 +30,12 @@ WSD_FLAGS = ("lr_wsd_decay_iters", "lr_wsd_decay_fraction", "lr_wsd_decay_style"
 class LearningRateConfig:
     """Flags of the learning rate: peak, warm-up and decay, which may differ by phase.
 
-    `LearningRateSchedule.from_config` makes a schedule of them.
+    `PretrainConfig.learning_rate` is one; `LearningRateSchedule.from_config` makes a schedule of
+    it. `lr` is the peak. The warm-up has `lr_warmup_iters` steps or `lr_warmup_fraction` of the
+    run, the decay of the style WSD `lr_wsd_decay_iters` or `lr_wsd_decay_fraction`; either is 0.05
+    of the run by default. `lr_decay_style` is WSD, constant (no decay) or a shape such as cosine,
+    decaying from the warm-up on; `lr_wsd_decay_style` is the shape of WSD's decay. `min_lr` is the
+    rate that a decay would reach in the step after the last.
     """
 
     lr: PositiveFloat = setting(2e-3, BY_PHASE)

@@ -109,7 +109,7 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
     The rank that fails calls `clean_up` and raises. Once `clean_up` has returned, the others exit
     silently (os._exit) with code 2, even from a collective and without calling theirs. An
     InputError that is no LocalInputError must be raised by all ranks: it passes on each, without
-    `clean_up`. In a run of one rank only a LocalInputError calls `clean_up`.
+    `clean_up`. In a run of one rank, `clean_up` is called for a LocalInputError only.
 
     Args:
         clean_up: Removes what this rank would leave behind.

@@ -24,10 +24,10 @@ _STATE_BYTES = 8  # of AdamW's moments of a parameter, which the first step allo
 def fill_micro_batches(plan: Plan, engine: Engine) -> Plan:
     """Return `plan` with each `auto` replaced by the most packs that fit.
 
-    It measures --micro-batch-size, which needs an accelerator; a size is 1 if not even one pack
-    fits. Call it only if a phase has `auto`. All ranks call this together, before the first step.
-    `engine` gets the new plan and enters its first phase; its weights stay as they are. Rank 0
-    prints the sizes.
+    It measures --micro-batch-size on an accelerator, for each phase with `auto` (at least one): at
+    most the packs that a rank gets of a batch, and 1 if not even one fits. All ranks call this
+    together, before the first step. `engine` gets the new plan and enters its first phase; its
+    weights stay as they are. Rank 0 prints the sizes.
     """
     state_size = sum(
         shard.param.numel()
@@ -118,7 +118,7 @@ def measure_peak(
         packs: Data set; None for that of the first phase.
 
     Raises:
-        torch.OutOfMemoryError: The micro-batch does not fit; call `discard_batch`.
+        torch.OutOfMemoryError: The micro-batch does not fit this rank; call `discard_batch`.
     """
     torch.cuda.reset_peak_memory_stats()
     with engine.no_grad_reduction():
@@ -139,8 +139,8 @@ def discard_batch(engine: Engine) -> None:
 def largest_indexable(shape: ModelConfig, seq_length: int) -> int:
     """Return the most packs of a micro-batch that 32-bit kernels can index.
 
-    The widest activation, MLP input or queries without tensor parallelism, then has at most
-    MAX_TENSOR_SIZE elements. It is 0 if one pack has more.
+    The widest activation, of gate and up or of queries, of all tensor-parallel ranks together, then
+    has at most MAX_TENSOR_SIZE elements. The result is 0 if that of one pack has more.
 
     Args:
         seq_length: Tokens of a pack.

@@ -23,9 +23,9 @@ def diagnose_nonfinite_step(engine: Engine, step: int) -> tuple[str, str]:
     and optimizer are unchanged; gradients are zero afterwards.
 
     Returns:
-        Cause and remedy, phrases without a full stop, the same on all ranks. The cause, which fits
-        after "loss is NaN, ", is packs, all packs (diverged weights) or, if no single pack fails,
-        the hardware.
+        Cause and remedy, phrases without a full stop, the same on all ranks. The cause fits after
+        "loss is NaN, ": it names the faulty packs by index in the data order, or says that all are
+        faulty (diverged weights) or none is (hardware).
     """
     plan = engine.plan
     objectives = [objective for _, objective in plan.schedule.objectives(step)]

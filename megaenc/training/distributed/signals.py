@@ -21,7 +21,8 @@ class SignalHandler:
     interrupted: after each step all ranks sum their `votes`, and `stop_reason` is the same for all.
     After a request to this rank, or one that ends the run, the signals are ignored from the end of
     the context on; else their earlier handlers are restored. It is for the main thread of each
-    rank.
+    rank. It is made with `minutes`, from then to the time limit (None: no limit), and
+    `handle_signals`, False to leave signals alone.
     """
 
     def __init__(self, minutes: float | None, handle_signals: bool = True) -> None:
@@ -59,10 +60,10 @@ class SignalHandler:
     def votes(self) -> list[int]:
         """Return this rank's request to stop as numbers, to be summed over all ranks.
 
-        There is a 1 for its reason, if there is a request, and 0 for all others; reasons are
-        SIGTERM, SIGINT, SIGUSR1 and the time limit, in this order. Of several requests the last
-        signal counts, else the time limit. The list is empty, on all ranks, if neither signals nor
-        a time limit are set up.
+        The four numbers are of SIGTERM, SIGINT, SIGUSR1 and the time limit, in this order: 1 for
+        the reason of a request, if there is one, and else 0. Of several requests the last signal
+        counts, else the time limit. The list is empty, on all ranks, if signals are left alone and
+        there is no time limit.
         """
         if not self._signals and self._deadline is None:
             return []
@@ -93,10 +94,10 @@ class SignalHandler:
     def wait_for_launcher(self) -> None:
         """Wait for this rank's own SIGTERM if another node's SIGTERM ends the run.
 
-        It takes a few seconds at most, and returns at once if the last `stop_reason` was not
-        SIGTERM. When a node joins, the torchruns of the others send SIGTERM to their workers one
-        shortly after the other. Workers that end before their torchrun has noticed the join would
-        count as failed.
+        Call it inside the context. It takes a few seconds at most, and returns at once if the last
+        `stop_reason` was not SIGTERM. When a node joins, the torchruns of the others send SIGTERM
+        to their workers one shortly after the other. Workers that end before their torchrun has
+        noticed the join would count as failed.
         """
         deadline = time.monotonic() + _LAUNCHER_SECONDS
         while (

@@ -71,13 +71,13 @@ def process_group_timeout(minutes: float) -> timedelta:
 class Watchdog:
     """Context that ends the run `minutes` after the last `beat`, with stack traces.
 
-    Each rank enters one, in its main thread, when the process group exists. The stacks of each rank
-    go to `directory`/rank_00003.txt, created or appended to; without a directory (None) those of
-    one rank at each position (line of code and activity) go to standard error. The exit code is 70.
-    A thread makes the other ranks do the same and waits for them, because a launcher kills all
-    ranks when the first exits. One rank prints a line with each rank's position there. If the
-    hanging thread holds the GIL, `faulthandler` writes the stacks to standard error
-    `fallback_delay` later and exits with code 1.
+    Each rank enters one, in its main thread, when the process group exists; this is the first beat.
+    The stacks of each rank go to `directory`/rank_00003.txt, created or appended to; without a
+    directory (None) those of one rank at each position (line of code and activity) go to standard
+    error. There one rank also prints a line with each rank's position. The exit code is 70. A
+    thread makes the other ranks do the same and waits for them, because a launcher kills all ranks
+    when the first exits. If the hanging thread holds the GIL, `faulthandler` writes the stacks to
+    standard error `fallback_delay` later and exits with code 1.
     """
 
     def __init__(self, minutes: float, directory: Path | None) -> None:
@@ -300,11 +300,11 @@ _ACTIVITY_PREFIXES = {
 
 
 def format_activity(kind: str, step: int) -> str:
-    """Return an activity as text such as `save of step 5`.
+    """Return an activity as text such as `save of step 5`, `step 5` or `start`.
 
     Args:
-        kind: Kind of `Watchdog.beat`; one other than step, save, load, diagnosis, rewind and
-            validation, such as start, has no step and is returned as it is.
+        kind: Kind of `Watchdog.beat`. Only step, save, load, diagnosis, rewind and validation have
+            a step; any other kind, such as start, is returned as it is.
     """
     return f"{_ACTIVITY_PREFIXES[kind]}step {step}" if kind in _ACTIVITY_PREFIXES else kind
 
@@ -330,7 +330,7 @@ def _format_ranks(ranks: list[int]) -> str:
 class ProgressBeats(Callback):
     """Callback that tells the watchdog what the run is doing.
 
-    It beats before each step, validation and save.
+    It beats before each step, validation and save. The trainer adds it to every run.
     """
 
     def before_step(self, step: int) -> None:
