@@ -148,11 +148,12 @@ for _style in (linear, cosine, minus_sqrt, exponential):  # as in megatron-core
 class LearningRateSchedule:
     """Learning rate by step: linear warm-up, constant peak, then a decay.
 
-    `warmup`, `decay` and `total` are numbers of steps, `style` a name in DECAY_STYLES. Called with
-    a step n = 1..total, it returns peak * n / warmup for n <= warmup, then peak, then min_lr +
+    `from_config` makes it. `warmup`, `decay` and `total` are numbers of steps, `style` is a name in
+    DECAY_STYLES, `options` has the flags that the style reads, as pairs of name and value. Called
+    with a step n = 1..total, it returns peak * n / warmup for n <= warmup, then peak, then min_lr +
     (peak - min_lr) * f(r) over the last `decay` steps, where r = (n - 1 - (total - decay)) / decay
-    and f is the decay style; the first of them still has the peak. megatron-core's warm-up is one
-    step later, so that its first step has the rate zero.
+    and f is the decay style; the first of them still has the peak. megatron-core's warm-up begins
+    with the rate zero instead.
 
     Raises:
         InputError: Warm-up and decay exceed `total`, or the style is unknown.
@@ -250,8 +251,10 @@ class LearningRateSchedule:
     def identity(self) -> dict[str, Any]:
         """Return the schedule as JSON-ready entries of a run's identity, by field name.
 
-        They are such as lr_warmup_iters. The number of steps, `train_iters`, is not among them.
-        `from_identity` reads them.
+        They are lr, lr_warmup_iters, lr_wsd_decay_iters and lr_wsd_decay_style (with any
+        --lr-decay-style), min_lr and the flags in `options`; for a style of a package also
+        lr_decay_package. The number of steps, `train_iters`, is not among them. `from_identity`
+        reads them.
         """
         entries = {
             "lr": self.peak,
@@ -271,7 +274,7 @@ class LearningRateSchedule:
             identity: Entries of `identity`, and `train_iters` with the number of steps.
 
         Raises:
-            ValueError: The identity holds no schedule.
+            ValueError: Entries are missing, as in the identity of a PhasedSchedule.
             InputError: The decay style is not installed, or warm-up and decay are too long.
         """
         rates = [identity.get(name) for name in ("lr", "min_lr")]
@@ -309,8 +312,8 @@ class LearningRateSchedule:
 class PhasedSchedule:
     """Learning rate by step in a run whose phases have schedules of their own.
 
-    `parts` has one for each phase, in order, each over its `total` steps. Steps of a call count
-    from 1 over all phases.
+    `build_learning_rate` makes it. `parts` has a LearningRateSchedule for each phase, in order,
+    each over its `total` steps. Steps of a call count from 1 over all phases.
     """
 
     parts: tuple[LearningRateSchedule, ...]
@@ -327,7 +330,8 @@ class PhasedSchedule:
     def identity(self) -> dict[str, Any]:
         """Return the schedule as JSON-ready entries of a run's identity.
 
-        `lr_phases` has a dictionary of flags and steps for each part; `lr` is the peak of the last.
+        `lr_phases` has a dictionary for each part, its own `identity` with its steps as
+        `train_iters`; `lr` is the peak of the last part.
         """
         return {
             "lr_phases": [{"train_iters": part.total, **part.identity} for part in self.parts],

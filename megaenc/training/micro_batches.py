@@ -26,10 +26,11 @@ FIRST_RANGE = 128  # positions in the first range of TokenGroups; the later rang
 class TokenGroups:
     """Groups of predicted tokens whose losses a validation also reports.
 
-    A token is in one range of positions (0-127, 128-255, 256-511, ...) and in one corpus; the
-    corpora of a pattern in --data-path count as one, named by the pattern. Positions count from the
-    document's start in the pack. `starts` has the first position of each range, `corpora` the names
-    of the corpora. Groups are indexed from 0, ranges before corpora; `len` is their number.
+    `from_packs` makes it. A token is in one range of positions (0-127, 128-255, 256-511, ...) and
+    in one corpus; the corpora of a pattern in --data-path count as one, named by the pattern. The
+    position is that of the predicted token itself, from the document's start in the pack. `starts`
+    has the first position of each range, `corpora` the names of the corpora. Groups are indexed
+    from 0, ranges before corpora; `len` is their number.
     """
 
     starts: tuple[int, ...]
@@ -101,9 +102,9 @@ class MicroBatch:
     """Packs end to end in one row of S tokens, as tensors on one device.
 
     `build_micro_batch` makes it. `tokens` is int64[1, S], `positions` int64[S], from 0 in each
-    document; `packing` holds the documents' boundaries, `predictions` the N predicted positions and
-    their labels. The last `fill_documents` documents only fill the row. `loss_count` is this row's
-    part of the divisor of the loss.
+    document; `packing` (PackedSequences) holds the documents' boundaries, `predictions`
+    (Predictions) the N predicted positions and their labels. The last `fill_documents` documents
+    only fill the row. `loss_count` is this row's part of the divisor of the loss.
     """
 
     tokens: Tensor
@@ -149,7 +150,7 @@ def build_micro_batch(
     Args:
         packs: Data set of packs of one length.
         samples: Indices of the packs in `packs`; may be empty if `length` is given.
-        objective: Objective whose targets are drawn under `seed`, independently of the other packs.
+        objective: Objective whose targets are drawn under `seed`, for each pack independently.
         device: Device of the tensors.
         groups: Groups of predicted tokens, for packs of a BlendedDataset; None in training.
         weight: Factor of the losses and of their divisor, `loss_count`.
@@ -231,9 +232,9 @@ def _join(arrays: Sequence[np.ndarray], device: torch.device) -> Tensor | None:
 
 
 class MicroBatchSpec(NamedTuple):
-    """Arguments of `build_micro_batch` in order, without `device`.
+    """Named tuple of the arguments of `build_micro_batch`, in order, without `device`.
 
-    `samples` are a tuple, so that specs can be compared by ==.
+    Options have the same defaults. `samples` are a tuple, so that specs can be compared by ==.
     """
 
     packs: PackedDataset
@@ -259,10 +260,10 @@ class DataParallelSampler:
     """Division of global batches into rows of packs for one data-parallel rank.
 
     Each of `size` ranks, of which this is `rank`, gets its part of a batch of `global_batch_size`
-    packs; parts differ by at most one pack. A part is cut into as few rows of at most
+    packs; the first ranks may have one pack more. A part is cut into as few rows of at most
     `micro_batch_size` packs as possible, which differ by at most one pack, in a multiple of
-    `row_multiple` rows. The first rows of all ranks follow each other in the batch, then the second
-    ones, and so on.
+    `row_multiple` rows (1 by default). The first rows of all ranks follow each other in the batch,
+    then the second ones, and so on.
     """
 
     global_batch_size: int
@@ -284,7 +285,8 @@ class DataParallelSampler:
         are fewer packs than rows.
 
         Args:
-            start: Index of the batch's first sample; those returned count from there.
+            start: Index of the batch's first sample among those that are read; the results are such
+                indices, too.
         """
         # The first `larger` ranks have one pack more.
         least, larger = divmod(self.global_batch_size, self.size)
@@ -311,9 +313,10 @@ class DataParallelSampler:
 class Prefetcher:
     """Background thread that computes `build(key)` in advance.
 
-    It is up to DEPTH keys ahead of the one in use. Keys are compared by ==, and a wrong guess of
-    the next ones only costs the time of building them. The thread ends with the interpreter or when
-    this object is deleted.
+    It is made with `build` and, if its thread must be set up first, `set_up`. It is up to DEPTH
+    keys ahead of the one in use. Keys are compared by ==, and a wrong guess of the next ones only
+    costs the time of building them. The thread ends with the interpreter or when this object is
+    deleted.
     """
 
     def __init__(

@@ -38,11 +38,13 @@ _MUON_RMS = 0.2  # root mean square of an update, as that of AdamW (Liu et al. 2
 class WeightShard:
     """Part of a weight that this rank updates; `list_shards` builds it.
 
-    It is a range of the rank's tensor-parallel shard, whose shape is `shape`, or all of that.
+    It is a range of the rank's tensor-parallel shard, whose shape is `shape`, or that whole shard.
     `param` is the optimizer's float32 parameter, flat if it is a range from element `start` on;
     None if this rank updates no element. `elements` counts those of the whole weight, without rows
-    that pad the vocabulary. `split_dim` is the dimension divided over tensor-parallel ranks, or -1.
-    `parts` are the numbers of rows of the matrices that Muon orthogonalizes, empty for AdamW.
+    that pad the vocabulary. `split_dim` is the dimension divided over tensor-parallel ranks, or -1;
+    `group` is the index of the parameter group. The shard consists of equal blocks of rows: `parts`
+    has the number of rows in a block of each matrix that Muon orthogonalizes, and is empty for
+    AdamW.
     """
 
     shape: torch.Size
@@ -80,8 +82,8 @@ class _ShardAwareOptimizer(GroupStepAdamW):
     def begin_steps(self) -> None:
         """Count a step in each group, and divide the gradients by `grad_scale`.
 
-        Missing state is created as zeros. Gradients are divided in place, as not only AdamW reads
-        them, and `grad_scale` is 1 afterwards.
+        Missing state of parameters with a gradient is created as zeros. Gradients are divided in
+        place, as not only AdamW reads them, and `grad_scale` is 1 afterwards.
         """
         for group in self.param_groups:
             self.begin_step(group)
@@ -101,18 +103,18 @@ class _ShardAwareOptimizer(GroupStepAdamW):
 class StableAdamW(_ShardAwareOptimizer):
     """AdamW with Adafactor's update clipping (Wortsman et al. 2023, algorithm 2).
 
-    The learning rate is divided, for each weight, by the root mean square of gradient / sqrt(second
-    moment) if that is above 1. The state is that of AdamW. `build_optimizer` makes it and sets its
-    `shards` and process groups. See arXiv 2304.13013.
+    The learning rate, also in the weight decay, is divided, for each weight, by the root mean
+    square of gradient / sqrt(second moment) if that is above 1. The state is that of AdamW.
+    `build_optimizer` makes it and sets its `shards` and process groups. See arXiv 2304.13013.
     """
 
     @torch.no_grad()
     def step(self, closure=None):
         """Update all parameters by one StableAdamW step.
 
-        All ranks call this together, with all gradients but those of `frozen`. They are divided by
-        `grad_scale` in place, which is 1 again afterwards; `closure` is ignored, and nothing
-        returned.
+        All ranks call this together, with all gradients but those of weights whose index in
+        `shards` is in `frozen`; these are not updated. Gradients are divided in place by
+        `grad_scale`, which is 1 again afterwards; `closure` is ignored, and nothing returned.
         """
         self.begin_steps()
         group = self.param_groups[0]
@@ -168,10 +170,10 @@ class Muon(_ShardAwareOptimizer):
     (https://kellerjordan.github.io/posts/muon), with the weight decay and the size of updates of
     Liu et al. 2025 (arXiv 2502.16982): W -= lr * (0.2 sqrt(max(rows, columns)) *
     orthogonalize(Nesterov momentum) + weight_decay * W), so that learning rate and weight decay of
-    AdamW apply. Projections of query, key, value, gate and up are separate matrices. Each
-    data-parallel rank orthogonalizes some of the matrices. `build_optimizer` makes it. In the state
-    of a matrix `exp_avg` is the momentum; `exp_avg_sq`, which stays zero, is only kept because
-    megatron-core's checkpoints hold both for all weights.
+    AdamW apply. Projections of query, key, value, gate and up are separate matrices, each whole
+    over all tensor-parallel ranks. Each data-parallel rank orthogonalizes some of the matrices.
+    `build_optimizer` makes it. In the state of a matrix `exp_avg` is the momentum; `exp_avg_sq`,
+    which stays zero, is only kept because megatron-core's checkpoints hold both for all weights.
     """
 
     momentum: float = 0.95
@@ -185,9 +187,9 @@ class Muon(_ShardAwareOptimizer):
     def step(self, closure=None):
         """Update all parameters by one step of Muon or AdamW.
 
-        All ranks call this together, with all gradients but those of `frozen`. They are divided by
-        `grad_scale` in place, which is 1 again afterwards; `closure` is ignored, and nothing
-        returned.
+        All ranks call this together, with all gradients but those of weights whose index in
+        `shards` is in `frozen`; these are not updated. Gradients are divided in place by
+        `grad_scale`, which is 1 again afterwards; `closure` is ignored, and nothing returned.
         """
         self.begin_steps()
         for index, group in enumerate(self.param_groups):
@@ -385,7 +387,8 @@ class _RangeExchange:
 def orthogonalize(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     """Return about U V^T of the singular value decomposition U S V^T of `matrix`.
 
-    Its singular values are about 0.7 to 1.2, those near zero less. Zeros stay zero.
+    Its singular values are about 0.7 to 1.2; those near zero in `matrix` become less, and zero ones
+    stay zero, as does a zero matrix.
 
     Args:
         matrix: Matrix [rows, columns] of any floating data type, which is that of the iterations

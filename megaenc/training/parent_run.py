@@ -70,8 +70,8 @@ def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunIni
     rank calls it for itself.
 
     Args:
-        given: Names of the fields whose values were given (None: all). Rotary positions among them
-            may differ from those of --init-from.
+        given: Names of the fields whose values were given (None: all). Fields of rotary positions,
+            such as rotary_base, may differ from those of --init-from only if they are among them.
 
     Raises:
         InputError: The parent run of `--branch-from` or `--init-from` does not match `plan`.
@@ -99,8 +99,9 @@ def resolve_run_init(plan: Plan, given: Collection[str] | None = None) -> RunIni
 def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
     """Return a copy of `settings` with step and skipped samples of `start` as flags.
 
-    These are --branch-at or --init-at, and --skip-samples, which the user may have left out. For
-    new weights only the last may change.
+    These are --branch-at or --init-at, which the user may have left out, and --skip-samples, as a
+    number instead of `parent` or None, if any are skipped. For new weights only --skip-samples may
+    change.
     """
     field_name = {"branch": "branch_at", "weights": "init_at"}.get(start.kind)
     values = ({field_name: start.at} if field_name else {}) | {
@@ -112,10 +113,12 @@ def record_run_init(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
 class ParentRun:
     """Run directory that another run starts from, as read by the constructor.
 
-    The constructor raises InputError if it is no run directory, or that of the new run. Attributes
-    are `settings` (its flags), `identity` (what its weights depend on, by name), `start` (its own
-    starting point), `skipped` (its skipped packs), `checkpoints` (CheckpointDir), `is_converted`
-    (weights of a Hugging Face model without optimizer state) and `flag` (beginning of errors).
+    The constructor takes the flag that names the run, such as --branch-from, for errors, the path
+    of its directory, and the --save of the new run. It raises InputError if the path is no run
+    directory, or equals --save. Attributes are `settings` (its flags), `identity` (what its weights
+    depend on, by name), `start` (its own starting point), `skipped` (its skipped packs),
+    `checkpoints` (CheckpointDir), `is_converted` (weights of a Hugging Face model without optimizer
+    state) and `flag` (flag and path, the beginning of errors).
     """
 
     def __init__(self, flag: str, run: str, save: str):
@@ -187,7 +190,8 @@ class ParentRun:
             flag: Flag that gives the step, such as --branch-at, for errors.
 
         Raises:
-            InputError: It has none or is None; the error names the steps that exist.
+            InputError: `step` is None or has no checkpoint; the error names the steps that have
+                one.
         """
         steps = self.checkpoints.steps()
         if step not in steps:

@@ -50,8 +50,8 @@ REPLACES = {
 class BatchSizeSchedule:
     """Global batch size of each step in packs: a ramp-up, then `full`.
 
-    `starts` has the first sample, from 0, of each step of the ramp-up and of the first step with
-    `full` packs: (0,) without a ramp-up.
+    `build_batch_sizes` makes it. `starts` has the first sample, from 0, of each training step of
+    the ramp-up and of the first step with `full` packs: (0,) without a ramp-up.
     """
 
     full: int
@@ -87,7 +87,7 @@ def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSch
     Args:
         full: Packs a step after the ramp-up.
         rampup: First size, increment, and samples over which it grows (--rampup-batch-size,
-            checked); None for a constant size.
+            checked), by megatron-core's rule; None for a constant size.
     """
     if not rampup:
         return BatchSizeSchedule(full)
@@ -109,8 +109,9 @@ def build_batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizeSch
 class PhaseConfig:
     """Steps of a phase, with settings that describe them like a run of their own.
 
-    `first_step` and `last_step` are inclusive, and count from 1 over all phases. `settings` are the
-    phase's flags over those of the run, with its objective as the schedule; its steps count from 1.
+    `resolve_phases` makes it. `first_step` and `last_step` are inclusive, and count from 1 over all
+    phases. `settings` are the phase's flags over those of the run, with its objective as
+    `objective_schedule`; its steps count from 1.
     """
 
     first_step: int
@@ -169,11 +170,11 @@ def build_learning_rate(config: "PretrainConfig") -> LearningRate:
 
 
 def drop_replaced(settings: "PretrainConfig", values: Mapping[str, Any]) -> "PretrainConfig":
-    """Return a copy of `settings` without the fields that `values` replace.
+    """Return a copy of `settings` with defaults for fields that `values` replace.
 
-    For use before `values` are applied over `settings`. Fields that REPLACES names, such as
-    train_iters for train_tokens, and those of WSD's decay for another lr_decay_style, get their
-    defaults.
+    For use before `values` are applied over `settings`. REPLACES names the fields, such as
+    train_tokens for a value of train_iters; an lr_decay_style other than WSD replaces the fields of
+    WSD's decay.
 
     Args:
         values: New values by field name, also of fields in groups such as `data`. They are not
@@ -215,14 +216,14 @@ def _check_top_level(config: "PretrainConfig") -> None:
 def parse_phase(text: str, source: str) -> dict[str, Any]:
     """Return the fields of a phase by name, from a YAML mapping as text.
 
-    Names and values are not checked.
+    Names get underscores for hyphens; they and the values are not checked.
 
     Args:
         text: Such as "{objective: mlm, train_iters: 100, seq_length: 512}".
         source: Beginning of errors.
 
     Raises:
-        InputError: `text` is no mapping.
+        InputError: `text` is no YAML mapping, or gives a field in two spellings.
     """
     return flags.parse_mapping(text, source, "{objective: mlm, train_iters: 100, seq_length: 512}")
 

@@ -39,11 +39,13 @@ from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 class Plan:
     """Resolved run: settings, data, schedules, starting point and skipped packs.
 
-    `build_plan` makes it, equal on all ranks. `schedule` has the objectives by step,
+    `build_plan` makes it, equal on all ranks. `settings` has the flags, `schedule` the objectives
+    by step; `vocabulary` and `tokenizer` (of transformers) are those of the corpora,
     `learning_rate` is a function of the step, and `start` a RunInit. `data` is that of the last
-    phase, `earlier_data` those of the phases before, if phases have different data; `rewinds` has
-    the packs that each rewind has added to `skipped`, as text. Steps count from 1, samples (packs
-    in the data order) from 0.
+    phase, `earlier_data` those of the phases before, if phases have different data;
+    `validation_sets` are the corpora of --valid-data-path. `skipped` has the packs that the run
+    skips, `rewinds` those that each rewind has added to them, as text. Steps count from 1, samples
+    (packs in the data order) from 0.
     """
 
     settings: PretrainConfig
@@ -161,22 +163,22 @@ class Plan:
     def first_sample(self, step: int) -> int:
         """Return the index of the first sample that `step` (1, 2, ...) reads.
 
-        It is an index in the data order, past skipped samples.
+        It is an index in the data order, in which skipped samples count.
         """
         return self.sample_at(self.samples_read(step - 1))
 
     def samples_read(self, step: int) -> int:
         """Return the number of samples (packs) that steps 1 to `step` read, on all ranks.
 
-        Packs left out by --skip-packs, --skip-samples and rewinds do not count. A branch counts the
-        steps of its parent.
+        Packs left out by --skip-packs, --skip-samples and rewinds do not count. In a branch the
+        first steps, up to --branch-at, are those of its parent.
         """
         return self.settings.samples_after(step)
 
     def sample_at(self, position: int) -> int:
         """Return the index in the data order of the sample that is read at `position`.
 
-        Positions 0, 1, ... count the samples that the run reads, over all ranks; skipped samples
+        Positions 0, 1, ... count the samples read from step 1 on, over all ranks; skipped samples
         have none.
         """
         return self.skipped.sample_at(self.start.skip_samples, position)
@@ -188,12 +190,14 @@ class Plan:
     def step_tokens(self, step: int) -> int:
         """Return the number of tokens that `step` (1, 2, ...) reads on all ranks.
 
-        It is the global batch size in packs times --seq-length.
+        It is the global batch size in packs times the --seq-length of its phase.
         """
         return self.settings.tokens_after(step) - self.settings.tokens_after(step - 1)
 
     def with_skipped(self, skipped: SkippedPacks, rewinds: tuple[str, ...]) -> "Plan":
         """Return a copy that skips exactly `skipped`, also in its --skip-packs.
+
+        Whether enough packs are left is not checked.
 
         Args:
             rewinds: Packs that each rewind of the run has added, earlier ones too, as text, such as
@@ -207,8 +211,8 @@ class Plan:
     def log_interval(self) -> int:
         """Return the number of steps between rows of metrics.jsonl.
 
-        Without --log-interval it is 10 if the run has over 1,000 steps and its objective schedule
-        no phase below 10 steps, else 1.
+        Without --log-interval it is 10 if the run has over 1,000 steps and no phase of its
+        objective schedule is shorter than 10, else 1.
         """
         interval = self.settings.output.log_interval
         shortest = min(len(phase) for phase in self.schedule.phases)
@@ -276,9 +280,12 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """Return the settings and data on which the weights after each step depend.
 
-        They are JSON-ready, by name, and equal for one run: a resume compares them. Layout,
-        kernels, intervals, micro-batch and paths, which change weights by rounding at most, are not
-        among them. Skipped packs are compared separately, by what has been read (`saw_same_data`).
+        They are JSON-ready, by name, and equal for one run: a resume compares them. Flags have the
+        names of their fields; other entries are such as `data` and `tokenizer` (fingerprints),
+        `objective_schedule`, `train_iters` and those of the learning rate. Values are those of the
+        last phase; if any changes by phase, `phases` has rows with those of each phase. Layout,
+        kernels, intervals, micro-batch and paths, which change weights by rounding at most, are
+        left out. Skipped packs are compared separately, by what has been read (`saw_same_data`).
         """
         settings = self.settings.phase_configs[-1].settings
         values = {
@@ -335,7 +342,8 @@ class Plan:
     def run_metadata(self) -> dict[str, Any]:
         """Return the content of run.json but the kernels, JSON-ready.
 
-        It has, among others, `format`, `reading` (usage of corpora), `start`, `skip_packs` and
+        It has `format`, `megaenc` (version), `vocab_size`, `parameters` (their number),
+        `special_tokens`, `reading` (usage of corpora), `start`, `skip_packs`, `rewinds` and
         `identity`.
         """
         return {
@@ -355,7 +363,8 @@ class Plan:
 def phase_identity(settings: PretrainConfig) -> tuple[str, ...]:
     """Return the names of the entries of a run's identity that may change by phase.
 
-    The entry `phases` of `Plan.identity` has them if they do. They are the same for any `settings`.
+    They are the same for any `settings`. If any of them changes in a run, each row of the entry
+    `phases` of `Plan.identity` has all of them, except an unused `freeze`.
     """
     entries = _identity_fields(settings)
     return ("data", *(name for name in phase_field_names(settings) if name in entries))
@@ -385,7 +394,7 @@ def validation_objectives(
 ) -> dict[str, Objective]:
     """Return the objectives to validate under, by text such as mlm(mask=0.3).
 
-    They are those of `texts` or, if it is empty, clm, mlm if there is a mask token, and those of
+    They are those of `texts` or, if it is empty, clm, mlm (if there is a mask token) and those of
     the schedule with the last values of their options; after either, pseudo-perplexities, if any.
 
     Args:
