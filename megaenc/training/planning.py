@@ -33,8 +33,8 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
     missing (by one rank of each machine); a dry run raises InputError instead of building it.
 
     Args:
-        given: Names of the fields whose values were given and are no defaults (None: all), which
-            may change rotary positions of --init-from.
+        given: Names of the fields that the user has set; None for all. A field of rotary positions
+            that is not among them must equal that of the run of --init-from.
 
     Raises:
         InputError: Settings, data or parent run do not fit.
@@ -142,9 +142,9 @@ def build_plan(settings: PretrainConfig, given: Collection[str] | None = None) -
 def check_device(settings: PretrainConfig, backend: Backend) -> None:
     """Raise InputError for settings that the device does not support.
 
-    With --gpu only the FP8 format is checked, for that device type. Without --gpu, overlapping
-    communication and `--micro-batch-size auto` are checked, for `backend`, this machine's
-    (`detect_backend`); FP8 is left to the Engine.
+    With --gpu, the device type that a dry run plans for, only the FP8 format is checked, for that
+    type, and `backend` is unused. Without --gpu, overlapping communication and `--micro-batch-size
+    auto` are checked, for `backend`, this machine's (`detect_backend`); FP8 is left to the Engine.
     """
     gpu = settings.output.gpu
     fp8_format = settings.kernels.fp8_format

@@ -48,15 +48,16 @@ STACKS_DIR = "stacks"
 
 
 class RunDir:
-    """Context for the run directory --save, locked from its creation; only on rank 0.
+    """Context of the run directory `path` (--save) of `plan`; only on rank 0.
 
     `config.yaml` holds the flags (for --config), `run.json` metadata of data, tokenizer and
     kernels, `tokenizer/` a copy of the tokenizer, `metrics.jsonl` a row per logged step,
     `validation.jsonl` one per validation (including step 0), `stragglers.jsonl` one per straggler
-    report, `checkpoints/` the checkpoints. Until `begin` only the lock is there, which is removed
-    again, with new and empty directories, if the run is refused before. The constructor raises
-    InputError if another process holds the lock, or the directory holds something else. The end of
-    the context releases the lock.
+    report, `checkpoints/` the checkpoints. The constructor acquires `lock`, which the end of the
+    context releases; under torchrun it waits up to two minutes for another holder. It raises
+    InputError if another process keeps the lock, or the directory has files but not those of the
+    run of `plan`. If the run is refused before `begin`, a new lock file and new, empty directories
+    are removed.
     """
 
     def __init__(self, path: Path, plan: "Plan"):
@@ -100,14 +101,15 @@ class RunDir:
     def begin(self, plan: "Plan", kernels: dict[str, Any], step: int) -> None:
         """Write configuration, metadata and tokenizer of a run that is ready to train.
 
-        Rows of steps after `step` are dropped first. Temporary files of a killed start are removed.
+        Rows of steps after `step` are dropped first, as by `drop_rows_after`, and temporary files
+        of a killed start removed; the rest is `write_plan`.
 
         Args:
             kernels: Kernels in use, for run.json (`Engine.kernel_metadata`).
             step: Step before the first one to train, whose rows stay; -1 to drop all rows.
 
         Raises:
-            InputError: A metrics file is invalid, or a file cannot be written.
+            InputError: A metrics file is invalid, a file cannot be written, or the lock is lost.
         """
         files = (
             RUN_FILE,
@@ -124,9 +126,10 @@ class RunDir:
         self._has_begun = True
 
     def write_plan(self, plan: "Plan", kernels: dict[str, Any]) -> None:
-        """Write run.json, config.yaml and a missing tokenizer; nothing if one fails.
+        """Write run.json, config.yaml and a missing tokenizer.
 
-        Existing files are replaced, an existing tokenizer is kept.
+        `begin` does it; call it again after a rewind. Existing files are replaced, an existing
+        tokenizer is kept. If one cannot be written, none is changed.
 
         Args:
             kernels: Kernels in use, for run.json (`Engine.kernel_metadata`).
@@ -165,10 +168,11 @@ class RunDir:
         """Delete rows of steps after `step`, and a cut-off last row, from metrics files.
 
         These are metrics.jsonl, validation.jsonl and stragglers.jsonl; missing ones stay missing.
+        All are read before the first is replaced.
 
         Raises:
-            InputError: A line before the last row to keep is invalid, and the error names it; or a
-                file cannot be read or written.
+            InputError: A line before the last row to keep is invalid, and the error names it; a
+                file cannot be read or written; or the lock is lost.
         """
         rows = {
             file: _read_rows(self.path / file, step)
@@ -181,9 +185,10 @@ class RunDir:
                     atomic_write(self.path / file, "".join(line + "\n" for line in lines))
 
     def append_row(self, file: str, row: dict[str, Any]) -> None:
-        """Append `row` as a JSON line to a metrics file.
+        """Append `row` as a JSON line to a metrics file, which is created if missing.
 
-        NaN and infinity are written as null.
+        NaN and infinity are written as null, at any depth. The row is not flushed to the disk
+        (`sync`).
 
         Args:
             file: Name of the file in the directory, such as METRICS_FILE.
@@ -199,7 +204,7 @@ class RunDir:
                 stream.write(line)
 
     def sync(self) -> None:
-        """Flush all metrics files to the disk (fsync), before a checkpoint is saved.
+        """Flush the existing metrics files to the disk, before a checkpoint is saved.
 
         Raises:
             LocalInputError: A file cannot be flushed, or the lock is lost.
@@ -293,7 +298,8 @@ def describe_difference(
 ) -> str | None:
     """Return text on the first differing field of two identities; None if equal.
 
-    It is such as `seed is 1 there, 2 here`. A missing field equals None.
+    It is such as `seed is 1 there, 2 here`. A missing field equals None, and its text is `not
+    given`; values are cut to 60 characters.
 
     Args:
         recorded: Values by name, `there`.

@@ -22,12 +22,14 @@ PROGRESS_FIELDS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "lo
 
 @dataclass(frozen=True)
 class Ancestor:
-    """Earlier run or Hugging Face model that weights come from.
+    """Earlier run or Hugging Face model that weights come from (`RunInit.before`).
 
     `run` is its directory or name, `step` that of the checkpoint, `tokens` are those read up to it,
-    also by a run that it branches from; 0 for a Hugging Face model. `schedule` is its objective
-    schedule. `family`, `context`, `generation` and `config_fields` are set only for a Hugging Face
-    model; `total` is the planned number of steps of a run.
+    also by a run that it branches from; for a Hugging Face model both are 0. `schedule` is the text
+    of its objective schedule, for a Hugging Face model of its one objective. Only that model has
+    `family` (its model type), `context` (maximum number of tokens), `generation` (content of
+    generation_config.json) and `config_fields` (those of config.json that exports keep); they are
+    empty or 0 for a run. `total` is the planned number of steps of a run, 0 if unknown.
     """
 
     run: str
@@ -53,10 +55,14 @@ class Ancestor:
 class RunInit:
     """Starting point of a run: new weights, or step and counters of another run.
 
-    `resolve_run_init` finds it. `kind` is new, branch (with optimizer and data position of the
-    other run) or weights. `run` is the other run's directory, `at` the step of its checkpoint and
-    `parent` its `identity_digest`; without another run they are empty and 0. It is stored in
-    run.json, so that a resume does not need the other run.
+    `resolve_run_init` finds it; run.json holds it, so that a resume does not need the other run.
+    `kind` is new, branch (with optimizer and data position of the other run) or weights. `run` is
+    the other run's directory, `at` the step of its checkpoint and `parent` its `identity_digest`;
+    without another run they are empty and 0. `before` are the earlier runs and Hugging Face models
+    of the weights, the oldest first. The first `skip_samples` samples of the data are not read. A
+    branch also takes PROGRESS_FIELDS (`tokens`, `predicted_tokens`, `flops`, `skipped_updates` and
+    `loss_spikes` up to `at`) and `skip_packs` (values of the flag) from its parent; else they are 0
+    and empty.
     """
 
     kind: Literal["new", "branch", "weights"] = "new"
@@ -92,8 +98,8 @@ class RunInit:
     def identity(self) -> dict[str, Any]:
         """Return the entries `start` and `skip_samples` of a run's identity, JSON-ready.
 
-        `start`, a text with step and digest of the other run, is left out for new weights, and
-        `skip_samples` if it is 0.
+        `start`, such as `weights of step 15 of run DIGEST` or `branch at step ...`, is left out for
+        new weights, and `skip_samples` if it is 0.
         """
         kind = {"branch": "branch at step", "weights": "weights of step"}.get(self.kind)
         start = {"start": f"{kind} {self.at} of run {self.parent}"} if kind else {}
@@ -102,7 +108,8 @@ class RunInit:
     def describe(self) -> str:
         """Return the starting point as text for the console.
 
-        It is such as `from new weights` or `as a branch of runs/a at step 15`.
+        It is `from new weights`, or such as `as a branch of runs/a at step 15` or `from the weights
+        of runs/a at step 15 with a new optimizer`, then samples that are skipped.
         """
         if self.kind == "branch":
             return f"as a branch of {self.run} at step {self.at:,}"

@@ -15,11 +15,12 @@ _ACQUIRE_ATTEMPTS = 20  # while other processes may be removing the directory
 
 
 class RunLock(FileLock):
-    """Lock of a run directory by its file `.lock`, acquired by the constructor.
+    """Lock of a run `directory` by its file `.lock`, acquired by the constructor.
 
     It is held until `release` or the end of the process, so that only one run trains in the
-    directory. Only rank 0 creates one. The constructor raises InputError if another process holds
-    the lock for `patience` seconds, 0 by default, or if it cannot be acquired.
+    directory, which is created if missing. Only rank 0 creates one. The constructor raises
+    InputError if another process holds the lock for `patience` seconds, 0 by default, or if it
+    cannot be acquired.
     """
 
     def __init__(self, directory: Path, patience: float = 0.0):
@@ -73,12 +74,13 @@ class RunLock(FileLock):
             time.sleep(0.1)
 
     def acquire(self) -> bool:
-        """Try to acquire the lock without waiting; return whether it was acquired.
+        """Try to acquire the lock without waiting; return False if another process has it.
 
-        The constructor has called it already. Directory and lock file are created if missing.
+        The constructor calls it, so call it again only after `release`. Directory and lock file are
+        created if missing.
 
         Raises:
-            OSError: They cannot be created or locked.
+            OSError: They cannot be created or opened, or the file system does not support locks.
         """
         for _ in range(_ACQUIRE_ATTEMPTS):
             # Another process may be removing the directories.
@@ -91,7 +93,8 @@ class RunLock(FileLock):
     def check(self) -> None:
         """Raise InputError if the lock file was removed or replaced since `acquire`.
 
-        Another process may then train in the directory. Call it before each write there.
+        Another process may then train in the directory. Call it before each write there, and not
+        after `remove` or `release`.
         """
         if not self.is_held():
             raise InputError(
@@ -111,9 +114,10 @@ class RunLock(FileLock):
         os.utime(self._descriptor)
 
     def remove(self) -> None:
-        """Remove the lock file if this object has created it; the lock stays held.
+        """Remove the lock file if this object has created it; `release` must follow.
 
-        Errors of the removal are ignored.
+        Until then the lock is held on the removed file, which excludes only processes that have
+        opened it before. Errors of the removal are ignored.
         """
         if self.created:
             with contextlib.suppress(OSError):

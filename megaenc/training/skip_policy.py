@@ -18,14 +18,16 @@ from megaenc.training.skip_ranges import SkippedPacks
 def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
     """Return the packs that a run skips, and the texts of its rewinds.
 
-    They are those of --skip-packs and of rewinds recorded in --save; without the flag those
-    recorded in --save, else in the parent run. Files are read; each rank calls it for itself.
+    They are those of --skip-packs and of rewinds recorded in --save. Without the flag they are all
+    those recorded in --save or, if it has no valid run.json, those of the parent run. Files are
+    read; each rank calls it for itself.
 
     Returns:
-        The packs, and the ranges of each rewind recorded in --save, as text.
+        The packs, and the ranges of each rewind recorded in --save, such as ("1200-1215",).
 
     Raises:
-        InputError: --skip-packs differs from the recorded ones in what has been read already.
+        InputError: --skip-packs differs from the packs recorded by the run or its parent, among
+            those up to the checkpoint that it continues.
     """
     save = plan.settings.output.save
     recorded = None
@@ -54,7 +56,7 @@ def saw_same_data(plan: Plan, state: dict[str, Any]) -> bool:
     """Return whether a checkpoint skipped the same packs as `plan`, up to its step.
 
     Args:
-        state: Content of the checkpoint's state.json.
+        state: Content of the checkpoint's state.json, with `step` and perhaps `skip_packs`.
     """
     return _reads_same(plan, SkippedPacks.from_record(state), plan.skipped, state["step"])
 
@@ -63,11 +65,12 @@ def plan_after_rewind(plan: Plan, step: int, checkpoint_steps: Sequence[int]) ->
     """Return a copy of `plan` that also skips the packs that led to a spike at `step`.
 
     They are those of the last --rewind-skip-iters steps, `step` included, but only after the
-    earliest checkpoint, or after the run's start if there is none.
+    earliest checkpoint, or after the run's start if there is none. They are added to
+    `Plan.rewinds`, too.
 
     Args:
         step: Step of the spike.
-        checkpoint_steps: Steps of the checkpoints to which the run can return, in any order.
+        checkpoint_steps: Steps before `step` to whose checkpoints the run can return, in any order.
 
     Raises:
         InputError: --blend-max-epochs leaves too few packs for the steps then.

@@ -27,7 +27,8 @@ class SkippedPacks:
     def from_ranges(cls, ranges: Iterable[tuple[int, int]]) -> Self:
         """Return the set of inclusive ranges (first, last), given in any order.
 
-        Overlapping and adjacent ranges are merged.
+        Overlapping and adjacent ranges are merged. `first` must not exceed `last`, which is not
+        checked.
         """
         merged: list[tuple[int, int]] = []
         for first, last in sorted(ranges):
@@ -39,17 +40,18 @@ class SkippedPacks:
 
     @classmethod
     def from_indices(cls, indices: Iterable[int]) -> Self:
-        """Return the set of sample indices, given in any order."""
+        """Return the set of sample indices, given in any order, also repeatedly."""
         return cls.from_ranges((index, index) for index in indices)
 
     @classmethod
     def parse(cls, texts: Collection[str]) -> Self:
         """Return the set of --skip-packs values such as `1200-1215` or `1300`.
 
-        `none` as the only value is the empty set, as are no values.
+        Ranges are inclusive. `none` as the only value is the empty set, as are no values.
 
         Raises:
-            InputError: A value is no number or range, or a range ends before it begins.
+            InputError: A value is no number or range (also `none` among others), or a range ends
+                before it begins.
         """
         ranges = []
         for text in texts if tuple(texts) != NO_SKIPPED_PACKS else ():
@@ -66,7 +68,8 @@ class SkippedPacks:
     def from_record(cls, record: Mapping[str, Any]) -> Self:
         """Return the set that the content of a run.json or state.json has.
 
-        It is empty without a field `skip_packs`. Errors are those of `parse`.
+        It is that of the field `skip_packs`, a list of --skip-packs values that includes those of
+        rewinds; empty without the field. Errors of values are those of `parse`.
         """
         return cls.parse(record.get("skip_packs", ()))
 
@@ -83,7 +86,8 @@ class SkippedPacks:
     def format_short(self, separator: str = " ") -> str:
         """Return the ranges as one text such as `1200-1215 1300`.
 
-        `separator` joins them; `...` stands for those beyond 8. The text of the empty set is empty.
+        `separator` joins them; of more than 8 ranges the first 8 and `...` are joined. The text of
+        the empty set is empty.
         """
         return separator.join(
             self.texts
@@ -121,7 +125,8 @@ class SkippedPacks:
     def describe(self) -> str:
         """Return the end of a console line about the skipped packs.
 
-        It is such as `; 17 packs left out: 1200-1215 1300`, and empty for the empty set.
+        It is such as `; 17 packs left out: 1200-1215 1300`, with the ranges of `format_short`, and
+        empty for the empty set.
         """
         return (
             f"; {self.pack_count:,} pack{'s' * (self.pack_count > 1)} left out: "

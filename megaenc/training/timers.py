@@ -23,9 +23,10 @@ SAVE = "save"
 class StepTimers:
     """Seconds spent in each part of a step on this rank, summed since creation.
 
-    `wall` has wall-clock time, `processor` the CPU time of this thread, both by name of the part,
-    such as DATA. In both, forward_backward contains data. Parts end where a step synchronizes the
-    device anyway: forward_backward at its sums, optimizer at the gradient norm.
+    `StepTimers()` begins at 0. `wall` has wall-clock time, `processor` the CPU time of this thread,
+    both by name of the part: DATA, FORWARD_BACKWARD, OPTIMIZER, EVALUATION or SAVE, 0 if it was not
+    measured. In both, FORWARD_BACKWARD contains DATA. Parts end when a step synchronizes the device
+    anyway: FORWARD_BACKWARD as its sums are read, OPTIMIZER at the gradient norm.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,10 @@ class StepTimers:
         self.processor[part] += time.thread_time() - processor
 
     def measure_items(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield `items` up to the first None, adding to `part` the time to produce them."""
+        """Yield `items` up to their end or the first None, which is not yielded.
+
+        The time to produce them, also the None, is added to the sums of `part`.
+        """
         iterator = iter(items)
         while True:
             with self.measure(part):
@@ -73,7 +77,8 @@ def memory_usage(backend: Backend) -> dict[str, float]:
 
     On a CPU it is `memory_gib`, the resident host memory. With a GPU, `memory_gib` and
     `memory_reserved_gib` are peaks of the memory that torch has allocated and reserved, since the
-    last reset of its statistics, and `host_memory_gib` is the resident host memory.
+    last reset of its statistics (there is none here), and `host_memory_gib` is the resident host
+    memory.
     """
     resident = psutil.Process().memory_info().rss / 2**30
     if backend.is_cpu:

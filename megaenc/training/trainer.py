@@ -46,8 +46,9 @@ from megaenc.training.validation import Validator
 class RunContext:
     """Devices, watchdog, signals and directories of a run, which outlast a rewind.
 
-    `checkpoints` are those of --save, on all ranks; `run_dir` is --save on rank 0, and None on
-    other ranks. Both are None without --save.
+    `pretrain` builds it on each rank from its `backend`, a `watchdog` and `signals` whose contexts
+    are entered, and two parts of --save, which are None without that flag: `checkpoints`, on all
+    ranks, and `run_dir`, None also on ranks other than 0.
     """
 
     backend: Backend
@@ -78,12 +79,12 @@ class Outcome:
 def pretrain(plan: Plan, backend: Backend) -> bool:
     """Train a run, or resume its newest checkpoint in --save, and save it.
 
-    All ranks call this together, after `init_distributed`. The run ends with the last step, by
-    --exit-interval or a callback, or if a signal or time limit stops it. Without --save there is no
-    run directory, and signals keep their handlers.
-
-    Returns:
-        False if a signal or time limit stopped it before the last step, else True.
+    All ranks call this together, after `init_distributed`, and get the same result. Rank 0 prints
+    header, progress and last line. The run ends with the last step, by --exit-interval or a
+    callback, or if a signal or time limit stops it: False is returned if that was before the last
+    step, else True. Without --save there is no run directory, and signals keep their handlers,
+    which are otherwise restored at the end, unless there was a signal or time limit; then signals
+    are ignored from there on.
 
     Raises:
         InputError: Data, directory or checkpoints do not fit, or too many steps were skipped, on
@@ -125,9 +126,10 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
 def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
     """Train from the newest checkpoint to the last step, a stop or a rewind.
 
-    All ranks call this together. Without a checkpoint the run begins at the starting point of
-    `plan`. If the newest checkpoint is that of the last step, nothing is trained, and a line is
-    printed.
+    All ranks call this together, and errors are those of `pretrain`. Without a checkpoint the run
+    begins at the starting point of `plan`. If the newest checkpoint is that of the last step,
+    nothing is trained, and rank 0 prints a line. Checkpoints are saved as the flags say, and at the
+    end of the run, but not before a rewind.
     """
     settings = plan.settings
     output = settings.output
@@ -191,9 +193,13 @@ def _is_due(step: int, interval: int | None) -> bool:
 class Trainer:
     """Model, counters, callbacks and checkpoints of a run between two steps.
 
-    All ranks call its methods together, except `request_stop`. Callbacks may read its attributes:
-    `plan`, `backend`, `engine`, `watchdog`, `start_step` (the step before the first one to train),
-    `progress` (PROGRESS_FIELDS by name), `pause_timers`, `logger` and `callbacks`.
+    The constructor takes `plan`, `run` (RunContext) and `saved_state`, state.json of the checkpoint
+    to resume, or None for a new run; it builds the engine, loads the weights and writes to the run
+    directory (`RunDir.begin`). All ranks call it and the methods together, except `request_stop`.
+    Callbacks may read `plan`, `backend`, `engine`, `watchdog`, `start_step` (the step before the
+    first one to train), `progress` (PROGRESS_FIELDS by name, summed over ranks), `pause_timers` (a
+    StepTimers of validations and saves since the last logged row), `logger` (MetricsLogger of
+    metrics) and `callbacks`.
     """
 
     def __init__(self, plan: Plan, run: RunContext, saved_state: dict[str, Any] | None):
@@ -254,10 +260,11 @@ class Trainer:
         """End the run after the present step, with a checkpoint; for any single rank.
 
         The checkpoint needs --save. Unlike a signal, it ends the run with exit code 0. A request
-        before the first step counts after it. Without --callbacks requests have no effect.
+        before the first step counts after it; one at a save after a step, after the next. The last
+        request on a rank counts. Without --callbacks requests have no effect.
 
         Args:
-            reason: Text that the last line of the run gives as the reason.
+            reason: Text that the last line of the run gives as the reason, if it is rank 0's.
         """
         self._stop_reason = reason
 
@@ -273,12 +280,13 @@ class Trainer:
         return self._stop_reason or "a callback on another rank" * is_requested
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Call a hook of this rank's callbacks, in their order.
+        """Call a hook of this rank's callbacks, in their order, until one fails.
 
         All ranks call this together, but nothing is communicated.
 
         Args:
             hook: Name of the method of Callback, such as before_step.
+            arguments: All arguments of the hook, such as the step.
 
         Raises:
             LocalInputError: A callback of this rank raised an InputError; other ranks are not told.
@@ -292,10 +300,11 @@ class Trainer:
     def train_step(self, step: int) -> StepReport:
         """Train `step` (1, 2, ...), update `progress` and report to the callbacks.
 
-        All ranks call this together. A skipped step or a loss spike is printed.
+        All ranks call this together. Rank 0 prints a skipped step or a loss spike. The report is
+        equal on all ranks but for its `seconds`; the MetricsLogger, a callback, logs it.
 
         Raises:
-            InputError: More steps were skipped than --max-skipped-updates allows.
+            InputError: The run has skipped more steps in all than --max-skipped-updates allows.
             LocalInputError: A callback of this rank raised an InputError; other ranks are not told.
         """
         plan = self.plan
@@ -326,12 +335,15 @@ class Trainer:
     def plan_rewind(self, step: int) -> Plan | None:
         """Plan a rewind that skips the packs leading to the spike at `step`.
 
-        All ranks call this together. The plan is written to the run directory, but nothing is
-        loaded.
+        All ranks call this together; a running save is finished first. The plan is written to the
+        run directory, but nothing is loaded. --max-rewinds requires --save.
 
         Returns:
             The plan by which `train_until_exit` continues; None if --max-rewinds is 0 or used up,
-            or if the run would then have too few packs, which is printed.
+            or if the run would then have too few packs. Only the last is printed.
+
+        Raises:
+            InputError: The save fails or the plan cannot be written, on all ranks.
         """
         if len(self.plan.rewinds) >= self.plan.settings.health.max_rewinds:
             return None
@@ -356,8 +368,13 @@ class Trainer:
     def validate(self, step: int) -> None:
         """Evaluate the model after `step`, and give the scores to the callbacks.
 
-        All ranks call this together. The packs are those of the phase of `step`. Nothing is done if
-        validation is turned off or the phase has no text for it.
+        All ranks call this together, at steps of validations, which it does not check. The packs
+        are those of the phase that trains `step`. Nothing is done if validation is turned off or
+        the phase has no text for it. The MetricsLogger, a callback, writes the row of
+        validation.jsonl.
+
+        Raises:
+            LocalInputError: A callback of this rank raised an InputError; other ranks are not told.
         """
         if not self.plan.has_validation:
             return
@@ -375,13 +392,16 @@ class Trainer:
     def save(self, step: int, block: bool) -> None:
         """Save a checkpoint after `step`; do nothing without --save.
 
-        All ranks call this together. A running save is finished first.
+        All ranks call this together. A running save is finished first. Callbacks are told before
+        (the MetricsLogger then flushes metrics) and after. Old checkpoints are deleted as the flags
+        say.
 
         Args:
-            block: True to finish this save; False to let it run in the background.
+            block: True to finish this save; False to let it run in the background, so that its
+                error is raised by the next save or the loop.
 
         Raises:
-            InputError: This or the running save fails.
+            InputError: This or the running save fails, on all ranks; LocalInputError on one.
         """
         checkpoints = self._run.checkpoints
         if not checkpoints:

@@ -20,9 +20,12 @@ from megaenc.training.plan import Plan
 class Validator:
     """Callable that scores an engine's model, always on the same packs and masks.
 
-    The packs are those of the phase that trains `step` of `plan`; `parts` has the validation sets,
-    and is empty if there is no text or validation is turned off. A call, by all ranks together,
-    returns `held_out`, a digest of the text, and `objectives`, the scores by objective.
+    `Validator(plan, step)` takes packs of the phase that trains `step`; `parts` has the validation
+    sets, and is empty if there is no text or validation is turned off. A call with an Engine, by
+    all ranks together, returns a dict of `held_out`, a digest of the text, and `objectives`: the
+    scores (`ValidationPart.score`) by OBJECTIVE or, on a named set, NAME/OBJECTIVE. Its
+    `before_pass` is called before each set after the first and each later pass of a
+    pseudo-perplexity.
     """
 
     def __init__(self, plan: Plan, step: int = 0):
@@ -99,10 +102,12 @@ class Validator:
 
 @dataclass(frozen=True)
 class ValidationPart:
-    """Packs of one validation set, cut for a phase; the first `samples` are read.
+    """Packs of one validation set, cut for a phase; `Validator` builds it.
 
-    `name` is empty for the phase's own held-out text. `most_frequent` has the fraction of the most
-    frequent label by text of the objective.
+    `name` is empty for the phase's own held-out text. The first `samples` of `packs` are read, by
+    all ranks together. `groups` divides their tokens for losses by position and corpus.
+    `most_frequent` has the fraction of the most frequent label by text of the objective, None
+    without labels.
     """
 
     name: str
@@ -117,15 +122,17 @@ class ValidationPart:
     def score(
         self, engine: Engine, text: str, objective: Objective, before_pass: Callable[[], object]
     ) -> dict[str, float | dict[str, float] | None]:
-        """Return the scores of `engine` under one objective by name.
+        """Return the scores of `engine` under one objective by name, equal on all ranks.
 
-        All ranks call this together. `Engine.enter_phase` must have been called. Scores are loss,
-        accuracy and most_frequent, each None without predictions, perplexity only for a
-        pseudo-perplexity, and the entries of `TokenGroups.mean_losses`.
+        All ranks call this together, after `Engine.enter_phase`. Scores are loss (nats per
+        predicted token), accuracy and most_frequent, each None without predictions, perplexity only
+        for a pseudo-perplexity, and losses as dicts, by_position and by_corpus, of
+        `TokenGroups.mean_losses`.
 
         Args:
             text: Text of `objective`, a key of `most_frequent`.
-            before_pass: Called before each pass of a pseudo-perplexity after the first.
+            before_pass: Called before each pass of a pseudo-perplexity after the first, as that can
+                take long.
         """
         metrics = BatchSums()
         for index, part in enumerate(

@@ -52,8 +52,9 @@ _LETTER = 0.0125  # width of a letter, as a fraction of the panel's width
 class PlotConfig:
     """Options of `megaenc plot`.
 
-    Each field is a flag: `run`, the run directories, `output`, "loss.png" by default, and
-    `against`, the quantity on the x axis. At least one run is required, which `write_plot` checks.
+    Each field is a flag: `run`, the run directories as texts; `output`, "loss.png" by default; and
+    `against`, the quantity on the x axis: step (the default), tokens, predicted_tokens or flops. At
+    least one run is required, which `write_plot` checks.
     """
 
     run: Annotated[tuple[str, ...], Positional, arg(metavar="RUN")]
@@ -68,13 +69,13 @@ class PlotConfig:
 
 @dataclass(frozen=True)
 class PlottedPhase:
-    """Logged losses of one objective in a section of a run, to be plotted.
+    """Logged losses of one `objective` in a section of a run, by `split_phases`.
 
-    A section is a phase, or several short ones. `start` and `end` are those of the section and `x`
-    the positions of the R losses, all in units of the x axis. `x` and `loss` are float64[R].
-    `fraction` of the section's logged steps have this objective; its background reaches from
-    `band_top - fraction` to `band_top` of the panel's height, as the objectives of a section are
-    stacked.
+    A section is a phase, or several short ones. It reaches from `start`, the end of the section
+    before, to `end`; `x` are the positions of the R losses. All are in units of the x axis. `x` and
+    `loss` (nats per predicted token) are float64[R]; R may be 0. `fraction` of the section's logged
+    steps have this objective; its background reaches from `band_top - fraction` to `band_top` of
+    the panel's height, as the objectives of a section are stacked.
     """
 
     objective: str
@@ -93,9 +94,10 @@ class PlottedPhase:
 
     @property
     def smoothed(self) -> np.ndarray:
-        """Return the moving average of `loss`, float64[R].
+        """Return the centred moving average of `loss`, float64[R].
 
-        Its window is a 20th of the R losses, at least three, and shorter at both ends.
+        Its window is a 20th of the R losses, at least three, and shorter at both ends, so that it
+        stays centred.
         """
         half = max(1, len(self.loss) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.loss)])
@@ -108,10 +110,11 @@ class PlottedPhase:
 def split_phases(
     steps: list[Row], against: Against = "step", start_progress: Row | None = None
 ) -> list[PlottedPhase]:
-    """Return the parts of a run to plot, by section and objective.
+    """Return the parts of a run to plot, by section and objective, in their order.
 
     A section is a phase, or several short ones in a row: neighbouring phases shorter than a
-    fiftieth of the steps, as in an alternation. Steps without a loss are left out of the curves.
+    fiftieth of the run's steps up to the last row, as in an alternation. Steps without a loss are
+    left out of the curves; the curve of an objective that never has one is empty.
 
     Args:
         steps: Rows of metrics.jsonl, at least one, all with the field `against`.
@@ -164,12 +167,13 @@ def draw_run(
     """Draw the losses of one run above its learning rate; return a matplotlib Figure.
 
     They are the training loss by phase and the held-out losses. Further panels have the losses by
-    position in the last validation, and in a blend the changes of each corpus's held-out loss.
+    position in the last validation, and in a blend the changes of each corpus's held-out loss. The
+    figure is not pyplot's, so it need not be closed.
 
     Args:
         steps: Rows of metrics.jsonl, at least one.
         validation_rows: Rows of validation.jsonl; may be empty.
-        against: Field on the x axis, which all rows must have.
+        against: Field on the x axis, which the rows of both must have.
         start_progress: `step` and the field `against` before the first step; None: 0.
     """
     from matplotlib.figure import Figure
@@ -379,10 +383,10 @@ def _draw_positions(panel: Any, validation: Row, style: dict[str, tuple[str, str
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
-    """Return the run directories, as given, by a short name.
+    """Return the run directories, as given, by a short name; nothing is read.
 
-    Names are the shortest endings of the resolved paths that differ, all with as many parts; the
-    order is that of `runs`.
+    Names are the shortest endings of the resolved paths that differ, all of the same number of
+    parts (of one run the last part); the order is that of `runs`.
 
     Raises:
         InputError: A run is given twice, also by another path.
@@ -404,14 +408,14 @@ def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:
 
 @without_math_text
 def draw_comparison(curves: dict[str, HeldOutCurves], against: Against) -> tuple[Any, str]:
-    """Draw the held-out losses of several runs; return (Figure, phrase on it).
+    """Draw the held-out losses of several runs; return (Figure, phrase about it).
 
-    There is a panel per objective common to all runs; the phrase, without capital and full stop,
-    names these and those left out. Pseudo-perplexities that differ only in the shift count as one,
-    of which each run's curve with the lowest last loss is drawn.
+    There is a panel per objective common to all runs; the phrase, without capital and full stop and
+    not drawn, names these and those left out. Pseudo-perplexities that differ only in `shift=` of
+    their names count as one, of which each run's curve with the lowest last loss is drawn.
 
     Args:
-        curves: Held-out curves by name of each run, at least one run.
+        curves: Result of `held_out_curves` by name of each run, at least one run.
         against: Quantity of the curves' x values, for the axes.
 
     Raises:

@@ -115,15 +115,16 @@ _PROGRESS = ("tokens", "predicted_tokens", "flops")
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
     """Return the checked rows of metrics.jsonl of a run directory, by ascending step.
 
-    They have step, objective, phase, loss, learning_rate, tokens and step_seconds. A loss that was
-    NaN or infinite is None; an unfinished last line is left out.
+    They have step, objective, phase (its index), loss, learning_rate, tokens (read so far) and
+    step_seconds. A loss that was NaN or infinite is None; an unfinished last line is left out.
 
     Args:
         more: Further fields that each row must have, such as flops.
         required: Whether the file must exist and have a row; else the result may be empty.
 
     Raises:
-        InputError: The file is invalid, lacks a field, or has no row although it is required.
+        InputError: The file is invalid (also if steps descend), lacks a field, or has no row
+            although it is required.
     """
     path = Path(run) / METRICS_FILE
     rows = _read_rows(path, _STEP_ROW, more)
@@ -139,22 +140,23 @@ def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
 def read_validations(run: str | Path, *more: str) -> list[Row]:
     """Return the checked rows of validation.jsonl of a run; empty without the file.
 
-    They are by ascending step, with `step` and `objectives`: loss, accuracy and other scores by
-    objective. A score that was NaN or infinite is None; an unfinished last line is left out.
+    They are by ascending step, with `step` and `objectives`: loss (nats per predicted token),
+    accuracy and other scores by objective. A score that was NaN or infinite is None; other fields
+    are kept. An unfinished last line is left out.
 
     Args:
         more: Further fields that each row must have, such as tokens.
 
     Raises:
-        InputError: The file is invalid or lacks a field.
+        InputError: The file is invalid (also if steps descend) or lacks a field.
     """
     return _read_rows(Path(run) / VALIDATION_FILE, _VALIDATION_ROW, more) or []
 
 
 def read_held_out_validations(run: str | Path, *more: str) -> list[Row]:
-    """Return the rows of validation.jsonl of a run that have scores of an objective.
+    """Return the rows of `read_validations` with any objective, at least one row.
 
-    Rows are those of `read_validations`; at least one is required.
+    Scores in these rows may be None.
 
     Args:
         more: Further fields that each row must have, such as tokens.
@@ -175,7 +177,7 @@ def read_run_json(run: str | Path) -> dict[str, Any]:
     """Return the checked content of run.json of a run directory.
 
     `start` and `identity` (starting point and settings) are {} if the file lacks them; other
-    fields, such as `parameters`, may be missing.
+    fields, such as `parameters`, may be missing. The format's version is not checked.
 
     Raises:
         InputError: The file is missing or invalid.
@@ -203,7 +205,8 @@ def read_model_size_and_steps(run: str | Path) -> dict[str, Any]:
 def read_start_progress(run: str | Path) -> Row:
     """Return step, tokens, predicted_tokens and flops before a run's first step.
 
-    They are those of the parent at that step for a branch, else 0, also without a run.json.
+    They are those of the parent at that step for a branch, read from the run's own run.json, else
+    0, also without that file.
 
     Raises:
         InputError: run.json is invalid, or lacks a field of the branch.
@@ -228,9 +231,10 @@ HeldOutCurves = dict[str, tuple[list[float], list[float]]]
 
 
 def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCurves:
-    """Return (x values, held-out losses) of all validations, by objective.
+    """Return two lists, x values and held-out losses of validations, by objective.
 
-    Validations without a loss are left out, and so are objectives that never have one.
+    Validations in which an objective has no loss are left out of its curve, and objectives that
+    never have one altogether. Order is that of first appearance.
 
     Args:
         validations: Rows of validation.jsonl, all with the field `against`.
@@ -250,7 +254,8 @@ def held_out_curves(validations: list[Row], against: str = "step") -> HeldOutCur
 def is_pseudo_perplexity(objective: str) -> bool:
     """Return whether an objective's name in validation.jsonl is a pseudo-perplexity.
 
-    It may be on a named validation set (NAME/OBJECTIVE).
+    It is such as `pseudo_perplexity(...)`, or NAME/pseudo_perplexity(...) on a named validation
+    set.
     """
     return f"{PseudoPerplexity.name}(" in objective
 
@@ -258,11 +263,11 @@ def is_pseudo_perplexity(objective: str) -> bool:
 def training_seconds(steps: list[Row], start_step: int = 0) -> float:
     """Return the seconds that the steps after `start_step` took, without other work.
 
-    A step that was not logged counts as the next logged one; steps after the last row do not count.
-    Without rows the result is 0.
+    A step that was not logged counts as long as the next logged one; steps after the last row do
+    not count. Without rows the result is 0.
 
     Args:
-        steps: Rows of metrics.jsonl, all after `start_step`.
+        steps: Rows of metrics.jsonl by ascending step, all after `start_step`.
         start_step: Step of the parent at which a branch began; else 0.
     """
     seconds = 0.0

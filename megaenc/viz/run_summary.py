@@ -36,11 +36,12 @@ class RunSummaryConfig:
 
 @dataclass(frozen=True)
 class HeldOutGain:
-    """Held-out loss and accuracy of one objective at the first and last validation.
+    """Held-out scores of one `objective` at the first and last validation of a run.
 
-    Pairs are (first, last). Losses are in nats per predicted token, accuracies fractions from 0 to
-    1. `most_frequent` is the accuracy of always predicting the most frequent label, at the last
-    validation; `corpora` has the losses by prefix of each corpus of a blend.
+    `summarise` builds it. `loss`, in nats per predicted token, and `accuracy`, a fraction from 0 to
+    1, are pairs (first, last). `most_frequent` is the accuracy of always predicting the most
+    frequent label, at the last validation. `corpora` has the pair of losses by prefix of each
+    corpus of a blend; it is empty without a blend.
     """
 
     objective: str
@@ -64,13 +65,13 @@ class HeldOutGain:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Key numbers of a run, and the change of its held-out losses.
+    """Key numbers of a run, and the change of its held-out losses, by `summarise`.
 
     `step` is the last logged one of `train_iters`, `parameters` the model's size. `tokens` are
     those up to `step`, including the `tokens_before` of a branch's parent up to step `branched_at`
-    (both 0 without a branch); `seconds` is the time of the run's own training steps. `gains`
-    compares the first and the last validation, by objective; they may be the same one.
-    `is_same_text` is whether both read the same packs.
+    (both 0 without a branch); `seconds` is the time of the run's own training steps. `gains`, a
+    list of HeldOutGain, compares the validations at steps `first_validation` and `last_validation`,
+    which may be the same one. `is_same_text` is whether both read the same packs.
     """
 
     step: int
@@ -99,7 +100,8 @@ class RunSummary:
 def summarise(run: str | Path) -> RunSummary:
     """Return the RunSummary of a run directory.
 
-    `gains` lacks objectives without scores at both validations, and may be empty.
+    `gains` lacks objectives without scores, or with a score that is None, at one of the two
+    validations, and may be empty.
 
     Raises:
         InputError: A file is missing or invalid, or the run has no step or no validation.
@@ -149,7 +151,10 @@ def _pair_corpora(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tu
 
 
 def build_table(summary: RunSummary) -> Any:
-    """Return a rich table of held-out loss and accuracy, at first and last validation."""
+    """Return a rich table of held-out loss and accuracy, at first and last validation.
+
+    Rows are by objective and corpus of `summary.gains`, which may be empty.
+    """
     from rich import box
     from rich.table import Table
 
@@ -182,7 +187,7 @@ def build_table(summary: RunSummary) -> Any:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc summary`: print held-out losses, size and speed of a run.
+    """Run `megaenc summary`: print held-out losses, size and tokens/s of a run.
 
     Invalid input ends the process with code 2 and a line on stderr.
 

@@ -44,7 +44,8 @@ def assign_styles(names: list[str]) -> dict[str, tuple[str, str]]:
 def without_math_text(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Return `draw` wrapped so that matplotlib parses no formulas in text.
 
-    Dollar signs are then shown as they are.
+    Dollar signs in texts that are created during a call are shown as they are, also when the figure
+    is saved later.
     """
 
     @wraps(draw)
@@ -68,7 +69,7 @@ def format_count_ticks(axis: Any) -> None:
 
 
 def format_tick(count: float) -> str:
-    """Return a count as text with an SI prefix: 1500000 as 1.5M."""
+    """Return a count as text with an SI prefix: 5 as 5, 1500 as 1.5k, 2.5e9 as 2.5G."""
     from matplotlib.ticker import EngFormatter
 
     return EngFormatter(sep="").format_eng(count)
