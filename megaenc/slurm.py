@@ -15,7 +15,14 @@ _MAX_TIMEOUTS = 1000  # requeues per job: each time it has progressed further
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Flags of submission to Slurm, for commands that run grids and studies."""
+    """Flags of submission to Slurm, for commands that run grids and studies.
+
+    Each field is a flag. `slurm` submits the work instead of running it here. A job has
+    `slurm_gpus` GPUs and `slurm_cpus` cores on each node of `slurm_partition` ("": the default one)
+    for `slurm_minutes` minutes; `slurm_parallel` tasks of an array run at a time, and `slurm_extra`
+    has options of sbatch as key=value. `slurm_cluster` is submitit's executor, "slurm" except in
+    tests.
+    """
 
     slurm: bool = False
     """submit the pending work to Slurm instead of running it on this machine"""

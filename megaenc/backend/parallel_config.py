@@ -18,8 +18,11 @@ FLOAT8_ALIGNMENT = 16
 class KernelConfig:
     """Flags of the layers' kernels: attention, fused kernels, linear layers, float8.
 
-    They are tested as an Engine is built: fused kernels that fail are replaced by torch's
-    operations; a chosen attention, Transformer Engine or float8 that fails is an InputError.
+    `attention_backend` is "auto" for the first that passes, `fused_kernels` whether Triton kernels
+    are used, `transformer_impl` "local" or "transformer_engine" for linear layers and norms, and
+    `fp8_format` "hybrid", "e4m3" or None for no float8. All are tested as an Engine is built: fused
+    kernels that fail are replaced by torch's operations; a chosen attention, Transformer Engine or
+    float8 that fails is an InputError.
     """
 
     attention_backend: Literal["auto", "flash", "varlen", "cudnn", "onednn", "sdpa"] = "auto"
@@ -47,7 +50,13 @@ class ParallelConfig:
     """Flags of the parallel layout, communication overlap and recomputation.
 
     Ranks are divided into tensor-, pipeline- and data-parallel groups; the number of model replicas
-    is world size / (tensor x pipeline size). `check` and the other check_ methods raise InputError.
+    is world size / (`tensor_model_parallel_size` x `pipeline_model_parallel_size`). Stages may be
+    interleaved (`num_layers_per_virtual_pipeline_stage`, None: not) or split by hand
+    (`pipeline_model_parallel_layout`, "": evenly). `sequence_parallel` and
+    `use_distributed_optimizer` shard more, `overlap_grad_reduce` and `overlap_param_gather` hide
+    communication, and `recompute_granularity`, None for none, saves memory by the rules of the
+    other recompute_ flags. `check` and the other check_ methods raise InputError; the constructor
+    checks nothing.
     """
 
     tensor_model_parallel_size: PositiveInt = 1

@@ -32,10 +32,13 @@ directions:
 
 @dataclasses.dataclass(frozen=True)
 class ToHFConfig:
-    """Flags of `megaenc convert to-hf`.
+    """Flags of `megaenc convert to-hf`, each a field; `architecture` is --as.
 
     `load`, a run directory, and `output`, a new directory, must not stay empty, which only `main`
-    checks. `ckpt_step` chooses the checkpoint, by default the newest.
+    checks. `ckpt_step` chooses the checkpoint, None for the newest, and `all` exports every one.
+    `architecture` is the family to write, None to choose it. `dtype` ("run", "bf16" or "fp32"),
+    `max_shard_size` (text such as 5GB), `sentence_transformers`, `encoder_only` and `license` are
+    options of `Exporter`. `push`, ORG/NAME, uploads to the Hub, unless it is empty.
     """
 
     load: str = ""
@@ -88,10 +91,12 @@ class ToHFConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FromHFConfig:
-    """Flags of `megaenc convert from-hf`.
+    """Flags of `megaenc convert from-hf`, each a field.
 
     `input`, a Hugging Face directory, and `output`, a new run directory, must not stay empty, which
-    only `main` checks.
+    only `main` checks. `add_mask_token` adds one to a tokenizer without, `tie_word_embeddings` is
+    for a model that was saved without output layer, and `dtype` is that of the weights to write:
+    "source", "bf16" or "fp32".
     """
 
     input: str = ""
@@ -110,10 +115,13 @@ class FromHFConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MergeConfig:
-    """Flags of `megaenc convert merge`.
+    """Flags of `megaenc convert merge`, each a field.
 
-    `load`, checkpoints, and `output`, a new run directory, must not stay empty, which only `main`
-    checks.
+    `load`, checkpoints such as runs/a@1000,1200, and `output`, a new run directory, must not stay
+    empty, which only `main` checks. `method` is "linear", "slerp" or "ties". `weights` are for the
+    first two, () for equal ones; `base`, a checkpoint, and `density`, a fraction (required,
+    although None by default), are for "ties". `dtype` is that of the merged weights: "source",
+    "bf16" or "fp32".
     """
 
     load: tuple[str, ...] = ()

@@ -191,9 +191,11 @@ def select_export_family(
 class Exporter:
     """Exporter of a run's checkpoints to Hugging Face directories.
 
-    All exports share family, tokenizer, config and schedule. The constructor takes the run at a
-    step (`RunCheckpoint.at_step`) and options of `megaenc convert to-hf`, checks them (InputError),
-    and reads no weights.
+    All exports share family, tokenizer, config and schedule. The constructor takes `run`, a run at
+    a step (`RunCheckpoint.at_step`), and options of `megaenc convert to-hf`: `architecture` (family
+    to write; None to choose it), `dtype` ("run", "bf16" or "fp32"), `max_shard_size` (text such as
+    5GB), `sentence_transformers` and `encoder_only` (add files, or leave out the output layer), and
+    `license` for the model card. It checks them (InputError), and reads no weights.
     """
 
     def __init__(

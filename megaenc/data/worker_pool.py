@@ -32,7 +32,8 @@ from megaenc.processes import (
 class WorkerProcessDied(InputError):
     """InputError that a worker process ended before its work was done.
 
-    `end` tells how, as in `was killed by SIGSEGV`.
+    It takes the `process_id` and `end`, which tells how, as in `was killed by SIGSEGV`; only `end`
+    is kept.
     """
 
     def __init__(self, process_id: int, end: str) -> None:
@@ -43,11 +44,12 @@ class WorkerProcessDied(InputError):
 class WorkerProcess(ChildProcess):
     """Child process that calls `work(item)` for each submitted item, in order.
 
-    It is a new Python interpreter, started at once: `work`, items and results must pickle, and
-    `work` must not be defined in `__main__`. `kill` ends it, or else the end of this process. A
-    fork would not survive threads of tokenizers or torch. A process of `multiprocessing` imports
-    the caller's `__main__` and so needs a guard there, and in its pools a process that is killed
-    while it sends a result blocks all others.
+    `WorkerProcess(work, environment, output)` starts a new Python interpreter with these
+    environment variables; `output` is an open file for stdout and stderr, None for those of this
+    process. `work`, items and results must pickle, and `work` must not be defined in `__main__`.
+    `kill` ends it, or else the end of this process. A fork would not survive threads of tokenizers
+    or torch. A process of `multiprocessing` imports the caller's `__main__` and so needs a guard
+    there, and in its pools a process that is killed while it sends a result blocks all others.
     """
 
     def __init__(

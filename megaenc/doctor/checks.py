@@ -45,13 +45,14 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Check:
-    """Entry of `CHECKS`: one check, which runs in a child process.
+    """Entry of `CHECKS`: one check called `name`, which runs in a child process.
 
-    `function`, "module:name", is called with a `CheckContext` and `arguments`, and returns a list
-    of `Finding`. `scope` tells who calls it: each rank, one rank of each node, or all ranks
-    together. The check fails if the function hangs, raises an exception or ends its process. Then
-    the checks that require it by `name` are left out; if all ranks ran it together, those that
-    require the check "meeting" are, as its process group is lost.
+    `subject` is its section of the report. `function`, "module:name", is called with a
+    `CheckContext` and `arguments`, and returns a list of `Finding`. `scope` tells who calls it:
+    each rank, one rank of each node, or all ranks together. The check fails if the function hangs,
+    raises an exception or ends its process. Then the checks whose `requires` is its name ("": none)
+    are left out; if all ranks ran it together, those that require the check "meeting" are, as its
+    process group is lost.
     """
 
     subject: Subject

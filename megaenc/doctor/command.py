@@ -53,9 +53,10 @@ _GATHER_TIMEOUTS = 10
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Flags of `megaenc doctor`: directory to test, JSON output, subjects, time limit.
+    """Flags of `megaenc doctor`, each a field.
 
-    `timeout` is in seconds, for each check.
+    `save` is a directory whose disk is tested, `json` a file to write all findings to, "" for none,
+    and `only` the subjects to check, () for all. `timeout` is in seconds, for each check.
     """
 
     save: str = "."

@@ -22,7 +22,7 @@ _MAX_LENGTH = 1000  # characters on the ranks that deviate in one finding
 
 @dataclass
 class RankFindings:
-    """Findings of one rank, with its global rank and its host's name."""
+    """List `findings` of one rank, with its global `rank` and the name of its `host`."""
 
     rank: int
     host: str

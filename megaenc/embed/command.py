@@ -40,8 +40,10 @@ _Table = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], list[tupl
 class EmbedEvalConfig:
     """Options of `megaenc embed eval`: models, data, embedding, baseline and output.
 
-    Each field is a flag; `data` or `tasks` must be given, and `model` unless BM25 has data to rank,
-    which only `eval_main` checks.
+    Each field is a flag; `data` or `tasks` must be given, and `model` unless `bm25` is True (rank
+    by BM25 too, the default) and has data to rank, which only `eval_main` checks. `config` is a
+    YAML file of flags, `embedding` has the flags of EmbeddingFlags, `output` is a file for all
+    numbers, "" for none, and `overwrite` permits replacing it.
     """
 
     config: str = ""

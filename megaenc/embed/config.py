@@ -25,9 +25,11 @@ TRAINING_LOG = "training.jsonl"
 class EmbeddingFlags:
     """Flags for embedding texts with a model, of `embed eval` and `embed mine`.
 
-    None as a prefix stands for the model's own, "" for no prefix. 0 as `max_length` and empty texts
-    stand for the model's own values too (see `override_config`). An empty `precision` is bf16 if
-    the device supports it, else fp32; 0 as `truncate_dim` is the full size.
+    `query_prefix` and `document_prefix`, None for the model's own and "" for none, stand before
+    texts. 0 as `max_length` (tokens) and "" as `attention` and `special_tokens` stand for the
+    model's own values too (see `override_config`). "" as `precision` is bf16 if the device supports
+    it, else fp32; 0 as `truncate_dim` is the full size. `batch_size` is the number of texts of a
+    forward pass.
     """
 
     query_prefix: str | None = None
@@ -63,10 +65,14 @@ RULES = tuple(field.name for field in fields(EmbeddingFlags) if field.name != "b
 class ContrastiveConfig:
     """Hyperparameters of contrastive training: batch, steps, AdamW, loss, text length.
 
-    Each field is a flag. None as a prefix stands for the model's own, "" for no prefix; 0 as
-    `max_length` and empty texts stand for the model's own values, and an empty `precision` is bf16
-    if the device supports it, else fp32. 0 as `max_steps`, `clip_grad` or `negatives` disables
-    them.
+    Each field is a flag. `batch_size` pairs make a step; training ends after `epochs` or
+    `max_steps` (0: no limit). `learning_rate` is the peak after `warmup`, a fraction of the steps,
+    beside AdamW's `weight_decay`, adam_ flags and `clip_grad` (0: none). The loss has
+    `temperature`, `symmetric`, hard `negatives` (0: none) and `matryoshka_dims`. `query_prefix`,
+    `document_prefix` (None: the model's own, "": none), `max_length` (0: the model's own),
+    `attention`, `pooling` and `special_tokens` ("": the model's own) are rules for embedding.
+    `precision` "" is bf16 if the device supports it, else fp32. `tokens_per_forward` limits memory;
+    the numbers also depend on `seed` and `threads`.
     """
 
     batch_size: Annotated[int, Bounds(low=2)] = 256

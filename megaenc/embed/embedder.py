@@ -55,9 +55,12 @@ Pooling = Literal["mean", "cls", "lasttoken"]
 class EmbeddingConfig:
     """Rules for embedding texts with a model: attention, pooling, length, prefixes.
 
-    `read_embedding_config` reads them from a directory, and flags may override them. `attention`
-    None is the model's own, `max_length` 0 the lower of DEFAULT_LENGTH and the model's context,
-    `truncate_dim` 0 the full size, and `special_tokens` "own" the tokenizer as it is.
+    `read_embedding_config` reads them from a directory, and flags may override them. `pooling` is
+    "mean", "cls" or "lasttoken"; `attention` None is the model's own, `max_length` 0 the lower of
+    DEFAULT_LENGTH and the model's context, `truncate_dim` 0 the full size, and `special_tokens`
+    "own" the tokenizer as it is. `query_prefix`, `document_prefix` and, for other texts,
+    `default_prefix` are put before texts, "" for none, and `lower_case` changes them. `normalize`
+    tells whether the model scales embeddings to length 1.
     """
 
     pooling: Pooling = "mean"
@@ -302,7 +305,7 @@ class Embedder:
     Args:
         directory: Directory of a Hugging Face or sentence-transformers model.
         config: Rules, as of `read_embedding_config`.
-        dtype: Dtype of the weights.
+        dtype: Dtype of the weights, on `device`.
         batch_size: Texts of a forward pass of `embed`.
         check: Called with the float32 backbone and short random texts, as in `load_backbone`.
     """

@@ -19,7 +19,7 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """Row of a zero-shot evaluation: a model's measure on a data set, in percent.
+    """Row of a zero-shot evaluation: a `model`'s `metric` on a `dataset`, in percent.
 
     `low` and `high` are the 95 % interval of `mean`, both None without one, as for a random ranking
     or probe, a single query, or a task of several languages. In retrieval (BEIR directories)

@@ -52,11 +52,12 @@ def import_mteb() -> ModuleType:
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """Task of mteb with its data loaded, as tables show it.
+    """Task of mteb with its data loaded, as tables show it, by `load_tasks`.
 
-    `examples` counts test examples, None if test data are no rows, such as a corpus. `chance` is
-    the expected score of random embeddings, as a fraction: 0 for similarity, 1 / classes for a
-    probe; None if unknown. `metric` is the name of the main score.
+    `task` is mteb's object, `name` its name in tables. `examples` counts test examples, None if
+    test data are no rows, such as a corpus. `chance` is the expected score of random embeddings, as
+    a fraction: 0 for similarity, 1 / classes for a probe; None if unknown. `metric` is the name of
+    the main score.
     """
 
     name: str

@@ -87,11 +87,11 @@ def iterate_contrastive_batches(
 class ContrastiveTrainer:
     """Model, data and optimizer of a contrastive training.
 
-    All ranks, in a process group if there are several, call `step` with the same batch, `steps`
-    times in all, then `finish`. Each rank embeds its part of a batch's texts; the loss is that of
-    the whole batch, and the gradients of the weights are summed over ranks. `step` returns a loss
-    or norm that is NaN or inf; `train` raises for it. The constructor sets `embedder` to training
-    mode.
+    All ranks, in a process group if there are several, build it from `embedder`, which it sets to
+    training mode, `data` and `config`, call `step` with the same batch, `steps` times in all, then
+    `finish`. Each rank embeds its part of a batch's texts; the loss is that of the whole batch, and
+    the gradients of the weights are summed over ranks. `step` returns a loss or norm that is NaN or
+    inf; `train` raises for it.
 
     Raises:
         InputError: There is no negative in a whole epoch, a size is larger than the embeddings, or
@@ -188,8 +188,9 @@ class ContrastiveTrainer:
 class TrainingProgress:
     """Numbers of a training up to its last step, and the rows of its log.
 
-    They are over all ranks, and include those before a resume. `loss` is that of step `step`, NaN
-    before the first; `tokens` were embedded, and `masked` scores left out as false negatives.
+    They are over all ranks, and include those before a resume; by default nothing has been trained.
+    `loss` is that of step `step`, NaN before the first; in `seconds` of training, `tokens` were
+    embedded, and `masked` scores left out as false negatives. `rows` are JSON-ready.
     """
 
     step: int = 0

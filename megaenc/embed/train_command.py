@@ -28,7 +28,9 @@ class EmbedTrainConfig:
     """Options of `megaenc embed train`: model, pairs, output, training and saving.
 
     Each field is a flag, read by `flags.parse_with_config`. `model`, `data` and `output` must not
-    stay empty, which only `flags.check_given` checks.
+    stay empty, which only `flags.check_given` checks. `config` is a YAML file of flags, and
+    `contrastive` has the flags of ContrastiveConfig. States are saved every `save_interval` steps,
+    and a row logged every `log_interval`.
     """
 
     config: str = ""

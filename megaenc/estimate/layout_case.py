@@ -10,11 +10,11 @@ from megaenc.training.config import PretrainConfig
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """Layers and parameters of one rank of a pipeline stage.
+    """Layers and parameters of one rank of a pipeline stage, of a LayoutCase.
 
     `index` counts from 0. `layers` is the number in all virtual stages. `parameters` are those of
-    one tensor-parallel rank: its shard of matrices, those of embedding and head included, and
-    norms, which are replicated.
+    one tensor-parallel rank: its shard of matrices, those of embedding (if `has_embedding`) and
+    head (if `has_head`) included, and norms, which are replicated.
     """
 
     index: int
@@ -31,10 +31,11 @@ class PipelineStage:
 class LayoutCase:
     """Model and batch of a run in a parallel layout on some devices.
 
-    `vocab_size` is without padding, `gpus` the number of all devices, `split` the number of layers
-    of each virtual stage in forward order. `global_batch_size`, and `micro_batch_size` of a
-    data-parallel rank, are in packs of `seq_length` tokens. `bf16` is whether weights and
-    activations are bfloat16, else float32.
+    `from_config` builds it. `shape` is the model, `vocab_size` without padding, `layout` the
+    parallel layout, `gpus` the number of all devices, `split` the number of layers of each virtual
+    stage in forward order. `global_batch_size`, and `micro_batch_size` of a data-parallel rank, are
+    in packs of `seq_length` tokens. `bf16` is whether weights and activations are bfloat16, else
+    float32.
     """
 
     shape: ModelConfig

@@ -94,9 +94,10 @@ class PhaseCost:
 class Estimate:
     """Memory and time of a run in one layout, as of `estimate_layout`.
 
-    `memory` is that of the rank with the largest peak, under the objective that needs most; `fits`
-    tells whether the device has it. `idle` is the fraction of a step in which pipeline stages wait
-    for each other, `validation` the seconds of all validations.
+    `case` has the layout. `memory` is that of the rank with the largest peak, under the objective
+    that needs most; `fits` tells whether the device has it. `steps` has a StepCost per objective,
+    `phases` a PhaseCost per phase of the schedule. `idle` is the fraction of a step in which
+    pipeline stages wait for each other, `validation` the seconds of all validations.
     """
 
     case: LayoutCase

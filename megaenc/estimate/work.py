@@ -14,11 +14,11 @@ from megaenc.training.config import PretrainConfig
 class ObjectiveWork:
     """Mean work of one pack under an objective; counts may be fractional.
 
-    `tokens` is the pack's length, `predicted` the positions whose logits are computed. `squares`
-    and `local_pairs` are as in `LengthModel`; the `visible_` ones count only parts with
-    bidirectional attention. `selects_rows` is whether the last layer computes only the predicted
-    positions after its attention, `classes` the size of an objective's own output layer, 0 if it
-    predicts tokens.
+    `objective` is its text, `tokens` the pack's length, `predicted` the positions whose logits are
+    computed. `squares` and `local_pairs` are as in `LengthModel`; `visible_squares` and
+    `visible_local_pairs` count only parts with bidirectional attention. `selects_rows` is whether
+    the last layer computes only the predicted positions after its attention, `classes` the size of
+    an objective's own output layer, 0 if it predicts tokens.
     """
 
     objective: str

@@ -21,9 +21,13 @@ class FinetuneConfig:
     """Hyperparameters of fine-tuning and evaluation: batch, steps, AdamW, precision.
 
     Each field is a flag; the constructor checks nothing. The defaults are those of the study
-    (EncodEval) except for the precision, which is "paper-bf16" there. Empty `precision` and
-    `special_tokens` and 0 as `max_length` stand for values that a run takes from machine, tokenizer
-    and model.
+    (EncodEval) except for the precision, which is "paper-bf16" there. Training on batches of
+    `batch_size` examples ends after `epochs` or `max_steps` (0: no limit); `warmup` is a fraction
+    of the steps. AdamW has `weight_decay`, adam_ flags and `clip_grad` (0: none). `attention`,
+    `head`, `pooling`, `special_tokens`, `add_bos`, `add_eos` and `max_length` set model and texts,
+    `threshold` and `scale` two tasks. With `eval_interval` (steps, 0: none), `best_checkpoint` or
+    `early_stopping` chooses the weights. "", 0 and None as precision, special tokens and length are
+    taken from machine, tokenizer and model.
     """
 
     batch_size: PositiveInt = 32

@@ -145,14 +145,14 @@ class DataUnavailable(OSError):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Labelled data set: task family, labels, fingerprints and a reader of its splits.
+    """Labelled data set: family, labels, fingerprints and a reader of its splits.
 
-    `find_dataset` builds it by name or path, and `load_split` reads its examples. `labels` are
-    classes or tags in the order of their indices, ("score",) for regression, empty for QA and IR.
-    `train_on` names the training data, which differs from `name` only in retrieval. `fingerprint`,
-    and `train_fingerprint` of the training data, are SHA-256 (hex) of the data, or of id and
-    revision on the Hub. `pair_template` is empty in TC, QA and IR; in other families it may be set
-    without pairs, too.
+    `find_dataset` builds it by name or path, and `load_split` reads its examples by `read_split`.
+    `family` is that of the task. `labels` are classes or tags in the order of their indices,
+    ("score",) for regression, empty for QA and IR. `train_on` names the training data, which
+    differs from `name` only in retrieval. `fingerprint`, and `train_fingerprint` of the training
+    data, are SHA-256 (hex) of the data, or of id and revision on the Hub. `pair_template` is empty
+    in TC, QA and IR; in other families it may be set without pairs, too.
     """
 
     name: str

@@ -52,7 +52,8 @@ class Fingerprints:
 class FinetuneJob:
     """Planned training of a model, and the data sets to evaluate it on.
 
-    `build_jobs` builds it, `train_and_evaluate` runs it. Results are written below `output`, in
+    `build_jobs` builds it, `train_and_evaluate` runs it by the hyperparameters `protocol` and the
+    data options `data`. Results, which record `fingerprints`, are written below `output`, in
     directories named after model, family, data set, learning rate and seed (`job_directory`).
     `train_on` is the name of the training set, which is the only data set of `evaluate_on` except
     in retrieval; `learning_rate` is the peak. `keep` and `save_model` tell whether and where the

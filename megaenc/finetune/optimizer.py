@@ -22,8 +22,8 @@ class AdamWHyperparameters(Protocol):
     """Hyperparameters that MasterWeightOptimizer reads from a training's options.
 
     `warmup` is a fraction of the steps, `clip_grad` the maximum gradient norm (0: no clipping), and
-    `precision` "fp32", "bf16" or "paper-bf16". FinetuneConfig and ContrastiveConfig have these
-    fields.
+    `precision` "fp32", "bf16" or "paper-bf16"; `weight_decay`, `adam_beta1`, `adam_beta2` and
+    `adam_eps` are AdamW's. FinetuneConfig and ContrastiveConfig have these fields.
     """
 
     warmup: float

@@ -37,6 +37,8 @@ class PredictConfig:
     """Options of `megaenc finetune predict`: trained model, input and output file.
 
     Each field is a flag; `model` and `input` must not stay empty, which only `predict_main` checks.
+    An empty `output` is standard output, `overwrite` permits replacing a file, and `all_scores`
+    adds the probability of every label.
     """
 
     model: str = ""

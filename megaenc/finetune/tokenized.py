@@ -167,9 +167,10 @@ def resolve_protocol(
 class TextEncoder:
     """Encoder of texts by a tokenizer, with special tokens and a maximum length.
 
-    A text longer than `max_length` tokens, special tokens included, is cut at its end and keeps its
-    last special tokens. Special tokens spelled in a text are tokenized as text. `progress`, which
-    may be left out, is called with the numbers of tokenized and of all texts, every 1,024 texts.
+    A text of more than `max_length` tokens with its `special_tokens` is cut at its end and keeps
+    its last special tokens. Special tokens spelled in a text are tokenized as text. `progress`,
+    which may be left out, is called with the numbers of tokenized and of all texts, every 1,024
+    texts.
 
     Raises:
         InputError: `max_length` is too small for any text.

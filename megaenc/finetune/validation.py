@@ -18,9 +18,10 @@ class ValidationHistory:
     """Validation scores of a training on one data set, and the weights to use.
 
     It is built from `protocol` only. Call `add` after each evaluation, and `restore` after the
-    training. The weights to use, those at `step`, are the best if `protocol.uses_best_weights`,
-    else the last; only the best are saved, on the CPU. Histories of several data sets that share a
-    training do not depend on each other.
+    training. `evaluations` has each (step, score as a fraction). The weights to use, those at
+    `step`, are the best if `protocol.uses_best_weights`, else the last; `scores` are theirs, None
+    before the first evaluation. Only the best are saved, on the CPU. Histories of several data sets
+    that share a training do not depend on each other.
     """
 
     protocol: FinetuneConfig

@@ -63,11 +63,11 @@ class TensorHeader(NamedTuple):
 class HFCheckpoint:
     """Hugging Face model directory with its config and the headers of its weights.
 
-    The constructor takes the Path of a local directory, and the flag for errors (--input); it
-    raises InputError if a file is missing or damaged, or the weights are a pickle. `config` is the
-    content of config.json without the fields about loading, such as `auto_map`, `dtype` and
-    `id2label`; `headers` has the TensorHeader of each weight by its name in the files. Weights are
-    read only in `slices`.
+    `HFCheckpoint(path, flag)` takes the Path of a local directory, and the flag for errors
+    (--input); it raises InputError if a file is missing or damaged, or the weights are a pickle.
+    `config` is the content of config.json without the fields about loading, such as `auto_map`,
+    `dtype` and `id2label`; `headers` has the TensorHeader of each weight by its name in the files.
+    Weights are read only in `slices`.
     """
 
     def __init__(self, path: Path, flag: str = "--input"):
@@ -133,11 +133,11 @@ class HFCheckpoint:
 class TrainableHFCheckpoint(HFCheckpoint):
     """Hugging Face model directory from which training starts.
 
-    It also has the weight `shapes` by name and the `generation` config, {} if there is none.
-    Weights are read one by one. `shapes` and methods have their names in a model with an output
-    layer (`model.norm.weight`); `headers` has those in the files, which omit `model.` for a model
-    without one. The constructor takes the Path of a local directory; it raises InputError if a file
-    is unusable, or a weight is not F32, BF16 or F16.
+    `TrainableHFCheckpoint(path)` takes the Path of a local directory; it raises InputError if a
+    file is unusable, or a weight is not F32, BF16 or F16. It also has the weight `shapes` by name
+    and the `generation` config, {} if there is none. Weights are read one by one. `shapes` and
+    methods have their names in a model with an output layer (`model.norm.weight`); `headers` has
+    those in the files, which omit `model.` for a model without one.
     """
 
     def __init__(self, path: Path):

@@ -40,7 +40,10 @@ class NeoBERTConfig(PreTrainedConfig):
     """Fields of NeoBERT's config.json, with the defaults of the Hub's code.
 
     Fields are named as in config.json and given by keyword; `max_position_embeddings` is another
-    name of `max_length`. A value of a wrong type raises an error.
+    name of `max_length`. Sizes are `vocab_size`, `hidden_size`, `intermediate_size`,
+    `num_hidden_layers` and `num_attention_heads`; the others are `norm_eps`, two ranges of initial
+    weights, `pad_token_id` (None: none) and `tie_word_embeddings`. A value of a wrong type raises
+    an error.
     """
 
     model_type = "neobert"
@@ -166,7 +169,7 @@ class NeoBERTPreTrainedModel(PreTrainedModel):
 class NeoBERT(NeoBERTPreTrainedModel):
     """NeoBERT without output layer, for transformers' AutoModel.
 
-    Importing this module registers it there.
+    It is built from a NeoBERTConfig. Importing this module registers it there.
     """
 
     def __init__(self, config: NeoBERTConfig):
@@ -226,8 +229,8 @@ class NeoBERT(NeoBERTPreTrainedModel):
 class NeoBERTLMHead(NeoBERTPreTrainedModel):
     """NeoBERT with the output layer of masked language modelling.
 
-    The layer has a matrix of its own and a bias. Only logits are returned: `labels` are ignored,
-    and there is no loss. It is for transformers' AutoModelForMaskedLM.
+    It is built from a NeoBERTConfig, by transformers' AutoModelForMaskedLM. The layer has a matrix
+    of its own and a bias. Only logits are returned: `labels` are ignored, and there is no loss.
     """
 
     def __init__(self, config: NeoBERTConfig):

@@ -29,9 +29,14 @@ _ContextLength = Annotated[int, Bounds(low=1, high=1 << 20)]
 class ModelConfig:
     """Shape and options of a pre-norm transformer.
 
-    Each field is the flag of its name. Sizes are those of the whole model, over all ranks. The
-    defaults are Llama's: RMSNorm, SwiGLU, rotary positions, grouped queries. The constructor checks
-    nothing; `check` does.
+    Each field is the flag of its name. Sizes are those of the whole model, over all ranks:
+    `num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads`, `num_query_groups`
+    (key/value heads) and `kv_channels` (width of a head; None: hidden_size / num_attention_heads).
+    Further groups are attention (`qk_layernorm`, `window_size` of local layers, None: all are
+    global), rotary positions (`rotary_base` and their scaling), norms (`normalization`,
+    `post_norms`), the MLP's `activation`, embedding and output layer (`vocab_size`, None: the
+    tokenizer's), dropout and initial weights. The defaults are Llama's: RMSNorm, SwiGLU, rotary
+    positions, grouped queries. The constructor checks nothing; `check` does.
     """
 
     num_layers: PositiveInt = 4

@@ -48,12 +48,12 @@ _TORCH_KERNELS = KernelConfig(fused_kernels=False)  # for uses in which accuracy
 
 
 class Encoder(LanguageModule):
-    """Model chunk of this rank.
+    """Model chunk of this rank, by `build_model_chunks`.
 
     It has some layers; the model's first chunk also has the embedding, the last one the output
     layer. Letters in names: S tokens of a pack, N predicted positions, H hidden size, V this rank's
-    columns of the padded vocabulary. All ranks build theirs together: they agree on kernels. Only
-    `build_model_chunks` checks `model`, moves the chunk to the device and initializes the weights.
+    columns of the padded vocabulary. All ranks build theirs together, by `layout` and `kernels`:
+    they agree on kernels. Only `build_model_chunks` checks `model` and initializes the weights.
 
     Args:
         vocab_size: Vocabulary without padding, which the chunk adds.

@@ -121,7 +121,8 @@ class Distillation(MaskedLanguageModeling):
 class Teacher:
     """Frozen masked language model in float32 on the CPU, by `load_teacher`.
 
-    `context_length` is the most tokens that it reads at a time.
+    `path` is its directory, `vocabulary` that of the run, which it shares, and `model` the torch
+    module. `context_length` is the most tokens that it reads at a time.
     """
 
     def __init__(self, path: str, vocabulary: Vocabulary):

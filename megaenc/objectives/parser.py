@@ -43,10 +43,10 @@ class SourceText(str):
 
 
 class ParsedOption(NamedTuple):
-    """Option of an objective as written, not yet checked.
+    """Option of an objective as written, not yet checked; see ParsedObjective.
 
-    `value` is its value, or that at the start of the phase if it changes; `end` that at the end,
-    None if it does not change.
+    `value` is the value of the option `name`, or that at the start of the phase if it changes;
+    `end` that at the end, None if it does not change. All are SourceText.
     """
 
     name: SourceText
@@ -55,7 +55,10 @@ class ParsedOption(NamedTuple):
 
 
 class ParsedObjective(NamedTuple):
-    """Name and options of an objective as written in a schedule, not yet checked."""
+    """Objective as written in a schedule, not yet checked.
+
+    It has its `name`, a SourceText, and `options`, a ParsedOption each.
+    """
 
     name: SourceText
     options: tuple[ParsedOption, ...]

@@ -159,7 +159,8 @@ class Phase:
 class Schedule:
     """Objective schedule of a run, by `build`.
 
-    Its `phases` cover the steps 1..train_iters in order. All methods are pure functions.
+    Its `phases` cover the steps 1..train_iters in order; `seed` is that of the draws from mixtures.
+    All methods are pure functions.
     """
 
     phases: tuple[Phase, ...]

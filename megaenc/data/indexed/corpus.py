@@ -39,14 +39,11 @@ _MAX_SLICED_DOCUMENTS = 16  # up to here slices are faster than one index per to
 class Corpus:
     """Memory-mapped tokenized corpus on disk, of D documents in S sequences.
 
-    `Corpus.open` builds it, and `len` is D. Documents and sequences have 0-based indices.
-
-    - prefix: path without extension, a str;
-    - metadata: contents of PREFIX.json, None for a corpus written by Megatron's own tool;
-    - document_lengths: int64[D] in tokens, zeros allowed;
-    - sequence_lengths: int32[S] in tokens;
-    - first_sequences: int64[D + 1], document d holds the sequences first_sequences[d] to
-      first_sequences[d + 1] - 1.
+    Build it only by `Corpus.open`; `len` is D. Documents and sequences have 0-based indices.
+    `prefix` is the path without extension, a str, and `metadata` the content of PREFIX.json, None
+    for a corpus written by Megatron's own tool. `document_lengths`, int64[D], and
+    `sequence_lengths`, int32[S], are in tokens, zeros allowed. `first_sequences` is int64[D + 1]:
+    document d holds the sequences first_sequences[d] to first_sequences[d + 1] - 1.
     """
 
     def __init__(

@@ -16,10 +16,12 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Tokenizer of a corpus: name, fingerprint, and ids of two special tokens.
+    """Tokenizer of a corpus: name, fingerprints, and ids of two special tokens.
 
-    `eos_id` (EOS, else SEP) and `mask_id` are those of `Vocabulary`, None if the tokenizer lacks
-    them; `CorpusMetadata.eod` tells whether documents end with a special token.
+    `name` is that on the Hub, or the last part of the directory's path; only the fingerprints,
+    those of `Vocabulary`, identify the tokenizer (`text_fingerprint` is None if it is equal to
+    `fingerprint`). `eos_id` (EOS, else SEP) and `mask_id` are those of `Vocabulary`, None if the
+    tokenizer lacks them; `CorpusMetadata.eod` tells whether documents end with a special token.
     """
 
     name: str
@@ -37,9 +39,13 @@ class TokenizerIdentity:
 class CorpusMetadata:
     """Contents of a corpus's PREFIX.json, which describe its .bin and .idx.
 
-    They are the tokenizer, counts of documents, sequences and tokens, special tokens, sizes and
-    hashes of the files, and sources. Preprocessing writes them, `read_corpus_metadata` reads them.
-    The file is renamed before the .idx, so that no corpus opens without it.
+    Preprocessing writes them, `read_corpus_metadata` reads them; the file is renamed before the
+    .idx, so that no corpus opens without it. `format` is the file's version and `megaenc` the
+    program's. `tokenizer` and its `vocab_size`, `eod` (id that ends each document, None without
+    `append_eod`) and `special_tokens` tell how text became ids; `documents`, `sequences` and
+    `tokens` count them, `empty_documents` and `skipped_lines` what was left out. `dtype` (uint16 or
+    int32), `bin_bytes`, `idx_bytes` and `sha256` (hex, by bin and idx) are of the files, `sources`
+    one dict per input. `sentences` and `deduplication` describe these steps, None without.
     """
 
     format: int

@@ -31,7 +31,11 @@ _ENTRIES = 1 << 20  # of the .idx, checked together
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Flags of `megaenc data verify`."""
+    """Flags of `megaenc data verify`, each a field.
+
+    `prefix` are paths of corpora without extension, `tokenizer` the directory or Hub name of their
+    tokenizer, "" to skip the checks that need it.
+    """
 
     prefix: Annotated[tuple[str, ...], Positional, arg(metavar="PREFIX")]
     """Corpora: paths of their .bin, .idx and .json without the extension."""
@@ -44,8 +48,9 @@ class VerifyConfig:
 class VerifiedCorpus:
     """Counts and size of a corpus that passed `verify_corpus`, and the checks skipped.
 
-    `bytes` is the size of .bin and .idx together. `unchecked` names, for the console, the checks
-    for which metadata or a tokenizer is missing, such as `sha256`.
+    `documents`, `sequences` and `tokens` are numbers, `dtype` is the token dtype of the .bin, such
+    as uint16, and `bytes` the size of .bin and .idx together. `unchecked` names, for the console,
+    the checks for which metadata or a tokenizer is missing, such as `sha256`.
     """
 
     documents: int

@@ -82,9 +82,10 @@ class BlockSource(Protocol):
 class BlockStream(TokenStream):
     """Stream that shuffles blocks of documents, and documents within a few blocks.
 
-    In each epoch, a random order of the blocks is cut into groups of some thousand documents. Group
-    lengths are known from the blocks' offsets; the order within a group is computed when one of its
-    tokens is read.
+    `BlockStream(corpus, blocks, seed)` takes the documents of `blocks` of a BlockSource, and raises
+    InputError if they hold no token. In each epoch, a random order of the blocks is cut into groups
+    of some thousand documents. Group lengths are known from the blocks' offsets; the order within a
+    group is computed when one of its tokens is read.
     """
 
     def __init__(self, corpus: BlockSource, blocks: DocumentBlocks, seed: int):

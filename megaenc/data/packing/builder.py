@@ -73,7 +73,9 @@ class RunData:
 
     `corpora`, `train_datasets` and `fractions` (of the packs of the run; they add up to 1)
     correspond. `train` blends all `train_datasets`, even a single one, and `held_out` the packs of
-    the validation documents; it is None if no document is held out. Each rank opens all of it.
+    the validation documents; it is None if no document is held out. `special_tokens` are those
+    around each document of all corpora. A corpus leaves the blend after `max_epochs` passes, None
+    for never. Each rank opens all of it.
     """
 
     corpora: tuple[Corpus, ...]

@@ -194,12 +194,12 @@ class PeriodicOrder(CorpusOrder):
 class DueOrder(CorpusOrder):
     """Order without a period for any number of corpora, each of which may end.
 
-    Corpora have a positive weight each; `limits`, int64[corpora], are the packs after which they
-    end (None: no corpus ends). Pack j of a corpus of weight w is due at time (j + phase) / w, and
-    packs come in the order of their times, corpora with equal times in theirs. A corpus that has
-    ended has no more packs, so that the others take its place in proportion. The phases
-    0 < phase < 1 differ, so that corpora of equal weight take turns. A place is computed without
-    the places before it.
+    `DueOrder(weights, limits)` takes a positive weight per corpus, in any unit, and the packs after
+    which each ends, int64[corpora] (None: no corpus ends). Pack j of a corpus of weight w is due at
+    time (j + phase) / w, and packs come in the order of their times, corpora with equal times in
+    theirs. A corpus that has ended has no more packs, so that the others take its place in
+    proportion. The phases 0 < phase < 1 differ, so that corpora of equal weight take turns. A place
+    is computed without the places before it.
     """
 
     block_size = PERIOD

@@ -89,7 +89,11 @@ def may_share_weights(words: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """Word of --data-path: the prefix of a corpus, or a pattern of prefixes."""
+    """Word of --data-path: the prefix of a corpus, or a pattern of prefixes.
+
+    `word` is as given, `prefixes` are those of the corpora for which it stands, and `weight` is
+    that of all of them together, a Fraction; None if no word has one.
+    """
 
     weight: Fraction | None
     """Weight of all its corpora together; None if no word has one."""

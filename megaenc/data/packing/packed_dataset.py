@@ -249,8 +249,10 @@ def mean_squared_chunk_lengths(seq_length: int) -> float:
 class RandomLengthPackedDataset(ConcatPackedDataset):
     """Packs of one corpus, each cut at random into two chunks of 12 or more tokens.
 
-    As in arXiv 2507.00994, the cut is the only boundary of attention: a chunk may span documents,
-    whose ends attention crosses.
+    It is built like a CorpusPackedDataset, from `corpus`, `documents`, `seq_length` and `seed`;
+    InputError if a pack has no room for two chunks, or the documents hold no token. As in arXiv
+    2507.00994, the cut is the only boundary of attention: a chunk may span documents, whose ends
+    attention crosses.
     """
 
     def __init__(

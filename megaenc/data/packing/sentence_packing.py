@@ -36,8 +36,10 @@ def check_has_sentences(
 class SentencePackedDataset(CorpusPackedDataset):
     """Packs of one corpus that each start at a sentence.
 
-    The rest of a sentence that a pack cuts is dropped; a sentence longer than a pack fills one
-    pack. Attention ends where a document ends, not where a sentence does.
+    It is built like a CorpusPackedDataset, from a Corpus, `documents`, `seq_length` and `seed`;
+    InputError if every document is one sequence, or the documents hold no token. The rest of a
+    sentence that a pack cuts is dropped; a sentence longer than a pack fills one pack. Attention
+    ends where a document ends, not where a sentence does.
     """
 
     def __init__(

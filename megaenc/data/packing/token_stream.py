@@ -105,7 +105,8 @@ class TokenStream(ABC):
 class DocumentStream(TokenStream):
     """TokenStream that shuffles all documents of an epoch.
 
-    It takes some 20 bytes of memory for each document.
+    `DocumentStream(corpus, documents, seed)` takes int64[D] indices of documents in the corpus, and
+    raises InputError if they hold no token. It takes some 20 bytes of memory for each document.
     """
 
     def __init__(self, corpus: DocumentSource, documents: np.ndarray, seed: int):

@@ -63,10 +63,12 @@ class UnshuffledPackedDataset(ConcatPackedDataset):
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Named corpus to validate on, as `ValidationSet.open` returns it.
+    """Corpus called `name` to validate on, as `ValidationSet.open` returns it.
 
     `documents`, int64[D] indices or DocumentBlocks (see `split_corpus`), are the documents of
-    `corpus` that are read: only the held-out ones if the run trains on the corpus, else all.
+    `corpus` that are read: only the held-out ones if the run trains on the corpus, else all. They
+    are the validation part of `split`, "0,1,0" if `is_whole_corpus`. `special_tokens` are those
+    around each document.
     """
 
     name: str

@@ -40,8 +40,9 @@ _HIGH_BITS = 32
 class Deduplication:
     """Method of removing duplicates, `exact` or `minhash`, with its parameters.
 
-    All fields but `method` are for minhash. Called with D texts, it returns their band keys,
-    uint64[bands, words, D]: documents of which the keys of any band are equal are duplicates, see
+    All fields but `method` are for minhash: `ngram_size` in words, and the number of `buckets` of
+    `hashes_per_bucket` hashes each. Called with D texts, it returns their band keys, uint64[bands,
+    words, D]: documents of which the keys of any band are equal are duplicates, see
     `find_duplicates`. It is picklable.
     """
 

@@ -54,8 +54,10 @@ class PreprocessJob:
     """One preprocessing run, which tokenizes its inputs and writes its outputs.
 
     `prepare_job` builds it. `write_corpora` does all of it in one go; the other methods are for
-    runs in partitions. `prefixes` are the output paths without extension, in the order of the JSON
-    keys. `identity` and `vocab_size` are those of the tokenizer, for the metadata.
+    runs in partitions. `settings` are the flags, `inputs` the resolved inputs, and
+    `block_tokenizer` tokenizes them. `prefixes` are the output paths without extension, in the
+    order of the JSON keys. `identity` and `vocab_size` are those of the tokenizer, for the
+    metadata.
     """
 
     settings: PreprocessConfig

@@ -18,10 +18,12 @@ from megaenc.errors import InputError
 class TokenizedBlock:
     """Tokens of the documents of a block, by JSON key, with counts and position.
 
-    The lists `tokens`, `lengths` (of sequences), `counts` (of sequences in each document) and
-    `band_keys` have one array for each key, in the order of `BlockTokenizer.keys`; `band_keys` is
-    empty without deduplication. Documents without tokens are left out of the arrays, separately for
-    each key, but are included in the number `documents`.
+    BlockTokenizer returns it. The lists `tokens`, `lengths` (of sequences), `counts` (of sequences
+    in each document) and `band_keys` have one array for each key, in the order of
+    `BlockTokenizer.keys`; `band_keys` is empty without deduplication. Documents without tokens are
+    left out of the arrays, separately for each key, but are included in the number `documents`.
+    `skipped` is the number of bad documents, `size` the decompressed bytes parsed, and `position`
+    that of the TextBlock.
     """
 
     tokens: list[np.ndarray]
@@ -85,9 +87,10 @@ class BlockTokenizer:
     """Callable that turns a TextBlock into a TokenizedBlock; picklable for workers.
 
     It parses the texts under `keys`, splits them into sentences by `punkt` (None: not), encodes
-    them, and adds `special_tokens` to each document; token arrays have `dtype`. With
-    `deduplication` it also computes the band keys of each document. With `skip_bad` a bad document
-    is counted, not an error.
+    them by `encoder`, a FastEncoder (TokenIds for ids instead of texts), and adds `special_tokens`
+    to each document; token arrays have `dtype`. With `deduplication` (None: without) it also
+    computes the band keys of each document. With `skip_bad` a bad document is counted, not an
+    error.
     """
 
     encoder: FastEncoder | TokenIds

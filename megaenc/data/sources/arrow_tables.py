@@ -30,7 +30,12 @@ _HUB_FILE_BYTES = 1 << 28  # assumed size of a Hub file, for partitions of simil
 
 @dataclass(frozen=True)
 class TableBlock(TextBlock):
-    """Block of table rows, each a document, as an Arrow stream of its text columns."""
+    """Block of table rows, each a document, as an Arrow stream of its text columns.
+
+    The text sources of this module yield it. `name` is the source's, `first_row` the number of the
+    first row, counted from 1 in reading order, and `data` the stream. `position` is that of
+    TextBlock.
+    """
 
     name: str
     first_row: int
@@ -60,7 +65,9 @@ class TableBlock(TextBlock):
 class ParquetFile(TextSource):
     """Text source of a Parquet file, whose rows are documents.
 
-    Split points are 0-based indices of row groups.
+    `ParquetFile(path, keys)` reads the footer; `keys` are the columns of the texts. It raises
+    InputError if the file is not Parquet or lacks a text column for a key. Split points are 0-based
+    indices of row groups.
     """
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
@@ -150,7 +157,9 @@ class ParquetFile(TextSource):
 class SavedDatasetFile(TextSource):
     """Text source of one Arrow file written by `save_to_disk` of datasets.
 
-    Rows are documents, and split points are 0-based row indices.
+    `SavedDatasetFile(path, keys)` reads the number of rows; `keys` are the columns of the texts,
+    which only `find_saved_dataset_files` checks. It raises InputError if the file is missing or not
+    Arrow data. Rows are documents, and split points are 0-based row indices.
     """
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
@@ -243,7 +252,10 @@ def find_saved_dataset_files(
 class HubDataset(TextSource):
     """Text source streamed from a data set on the Hugging Face Hub.
 
-    Rows are documents, split points are 0-based indices of files. The size in bytes is a guess.
+    The constructor takes its `name` there, `config` (None: the default one), `split` and `keys`,
+    the columns of the texts. It looks the data set up, prints that, and raises InputError if the
+    set or a column is missing or the Hub does not answer. Rows are documents, split points are
+    0-based indices of files. The size in bytes is a guess.
     """
 
     is_size_known = False

@@ -86,9 +86,11 @@ def stat_files(paths: Sequence[str]) -> list[tuple[str, int, int]]:
 class LineFile(TextSource):
     """Text source of a JSONL file, or of lines or paragraphs of a text file.
 
-    Each line, or paragraph between blank lines, is a document; blank lines are none. Split points
-    are bytes at which a line starts. Compressed files, paragraphs and encodings other than UTF-8
-    must be read whole: their split points are 0 and 1.
+    `LineFile(path, sample_by, encoding)` takes `line` or `paragraph` for a text file, None for
+    JSONL, and raises InputError if the file is missing or cannot be read. Each line, or paragraph
+    between blank lines, is a document; blank lines are none. Split points are bytes at which a line
+    starts. Compressed files, paragraphs and encodings other than UTF-8 must be read whole: their
+    split points are 0 and 1.
     """
 
     def __init__(self, path: str, sample_by: str | None, encoding: str = UTF8) -> None:
@@ -141,7 +143,8 @@ class LineFile(TextSource):
 class TextGroup(TextSource):
     """Text source of several text files, each a document.
 
-    Split points are 0-based indices of files.
+    `TextGroup(paths, encoding)` takes one or more, in the encoding of that name (`find_encoding`),
+    and raises InputError if one is missing. Split points are 0-based indices of files.
     """
 
     def __init__(self, paths: Sequence[str], encoding: str = UTF8) -> None:

@@ -28,6 +28,8 @@ MAX_CELL_LENGTH = 1 << 26
 class RowBlock(TextBlock):
     """Block of rows of a CSV or TSV file, each a document; `DelimitedFile` yields it.
 
+    `path` is the file, and `rows` has (line number, texts under the file's keys or the InputError
+    in the row), whose lines take `line_bytes` decompressed bytes. `position` is that of TextBlock.
     `parse` must get the keys that the file was opened with, in their order, which it does not
     check.
     """
@@ -57,7 +59,10 @@ class RowBlock(TextBlock):
 class DelimitedFile(TextSource):
     """Text source of a CSV or TSV file, whose rows are documents.
 
-    Its only split points are 0 and 1.
+    The constructor takes `path` (the file may be compressed), `keys`, the columns of the texts,
+    `is_csv` (cells may be quoted), `encoding`, and `delimiter` (None: a comma in CSV, a tab in
+    TSV). It reads the header, and raises InputError if the header cannot be read, or lacks a key or
+    has it twice. Its only split points are 0 and 1.
     """
 
     end = 1

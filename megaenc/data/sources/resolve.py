@@ -56,7 +56,13 @@ JsonKey = Annotated[str, tyro.conf.arg(aliases=("--json-keys",))]
 
 @dataclass(frozen=True)
 class InputConfig:
-    """Flags for text input, the same in all commands that read text."""
+    """Flags for text input, the same in all commands that read text; each is a field.
+
+    `input` are files, directories, or names of data sets on the Hub. `sample_by` is the unit of
+    text files: "document", "paragraph" or "line". `dataset_config` (None: the default one) and
+    `dataset_split` are for data sets, `encoding` for JSONL, CSV, TSV and text files, and
+    `delimiter` for CSV and TSV (None: a comma or a tab).
+    """
 
     input: tuple[str, ...]
     """JSONL, CSV, TSV, Parquet or text files, directories of them, of MDS shards or of a saved data

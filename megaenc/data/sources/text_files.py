@@ -58,8 +58,9 @@ class ParsedDocuments(NamedTuple):
 class TextBlock(ABC):
     """Base class of a block of unparsed documents: lines, table rows or whole files.
 
-    It fits into memory and is picklable. `position` is the number of bytes on disk (compressed) of
-    the whole input up to the block's end, for progress.
+    It fits into memory and is picklable; `parse` returns its texts. `data` are its bytes, if it
+    holds any. `position` is the number of bytes on disk (compressed) of the whole input up to the
+    block's end, for progress.
     """
 
     position: int
@@ -118,8 +119,10 @@ class TextBlock(ABC):
 class LineBlock(TextBlock):
     """Block of whole lines of a JSONL file, or of lines or paragraphs of a text file.
 
-    `sample_by` is `line` or `paragraph` for text, which is the same under every key; None for
-    JSONL.
+    `data` are the lines of the file `path`. `first_line` is the number of the first one, counted
+    from 1 at byte `range_start`; the lines before that byte are counted only for an error message.
+    `position` is that of TextBlock. `sample_by` is `line` or `paragraph` for text, which is the
+    same under every key; None for JSONL.
     """
 
     path: str
@@ -179,7 +182,8 @@ class LineBlock(TextBlock):
 class FileBlock(TextBlock):
     """Block of text files that are one document each, read only when parsed.
 
-    The text is the same under every key.
+    `paths` are the files, in `encoding`, and `position` is that of TextBlock. The text is the same
+    under every key.
     """
 
     paths: tuple[str, ...]

@@ -26,7 +26,11 @@ from megaenc.processes import exit_on_sigterm
 
 @dataclass(frozen=True)
 class TrainTokenizerConfig(InputConfig):
-    """Flags of `megaenc tokenizer`, with those of InputConfig."""
+    """Flags of `megaenc tokenizer`, with those of InputConfig; each is a field.
+
+    `output` is a directory, missing or empty, `vocab_size` the maximum number of ids, and
+    `json_key` the key or column of the text.
+    """
 
     output: str
     """Directory to write; must be empty or missing."""

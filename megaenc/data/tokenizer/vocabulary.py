@@ -37,7 +37,8 @@ class Vocabulary:
     `read_vocabulary` builds it. Ids, also of added tokens, are below `size`; some may be unused.
     `eos_id` (EOS, else SEP) and `mask_id` are None if the tokenizer lacks them; `special_ids`, a
     tuple, are all ids that are not text, ascending; `fingerprint` is equal for tokenizers that give
-    all texts the same ids.
+    all texts the same ids. `code_words` and `hash_text_rules` are functions that compute
+    `word_codes` and `text_fingerprint` when these are read.
     """
 
     size: int

@@ -26,7 +26,9 @@ _POLL_SECONDS = 0.5  # longest wait between checks of running and waiting jobs
 class LocalExecution:
     """Options of a grid on this machine: concurrent runs, hang timeout and retries.
 
-    Each field is a flag; the timeout is in minutes.
+    Each field is a flag. `jobs` limits concurrent runs; 0 is `jobs_per_gpu` on each GPU or, without
+    GPUs, as many as the cores allow. `hang_minutes` without progress end a run, 0 for never;
+    `retry_failed` repeats runs that failed with a NaN loss.
     """
 
     jobs: NonNegativeInt = 0
@@ -44,7 +46,8 @@ class LocalExecution:
 class FailedJob(NamedTuple):
     """Job that ended without results, and the reason as text.
 
-    `is_input_error` is True if the reason is wrong input, so that a retry is useless.
+    `execute_jobs` collects them. `is_input_error` is True if the `reason` is wrong input, so that a
+    retry of `job` is useless.
     """
 
     job: FinetuneJob

@@ -19,7 +19,7 @@ from megaenc.slurm import ClusterConfig, submit_tasks
 class SlurmConfig(ClusterConfig):
     """Options of the submission of a grid to Slurm as one job array.
 
-    Each field is a flag, also those of ClusterConfig.
+    Each field is a flag, also those of ClusterConfig. A task of the array has `jobs_per_task` runs.
     """
 
     jobs_per_task: PositiveInt = 30

@@ -53,10 +53,10 @@ _SERVER_ENVIRONMENT = {
 class JobOutcome:
     """Outcome of one attempt at a job, with the reason and the end of the log.
 
-    `finished`: results are written. `failed`: failed.json is written, because of NaN or inf.
-    `refused`: wrong input. `busy`: another process holds its lock. `crashed`: an exception, a
-    signal, or a timeout without progress. `reason` is empty for `finished` and `busy`; `log_tail`,
-    the last 5 lines of the log, is empty for all but `crashed`.
+    `kind` is `finished`: results are written; `failed`: failed.json is written, because of NaN or
+    inf; `refused`: wrong input; `busy`: another process holds its lock; or `crashed`: an exception,
+    a signal, or a timeout without progress. `reason` is empty for `finished` and `busy`;
+    `log_tail`, the last 5 lines of the log, is empty for all but `crashed`.
     """
 
     kind: Literal["finished", "failed", "refused", "busy", "crashed"]

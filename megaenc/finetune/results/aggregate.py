@@ -38,9 +38,9 @@ def read_metric(run: Result, metric: str) -> float | None:
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of scores and half the width of its 95 % interval.
+    """Mean of scores and half the width of its 95 % interval, by `compute_interval`.
 
-    Both are in the unit of the scores; `half` is NaN for a single score.
+    `mean` and `half` are in the unit of the scores; `half` is NaN for a single score.
     """
 
     mean: float
@@ -81,6 +81,7 @@ class GridSpec:
 class IncompleteRate:
     """Learning rate that cannot be chosen, as results of some seeds are missing.
 
+    `ScoreCell.find_incomplete_rates` builds it, from `rate` and its `missing_seeds`.
     `validation_lead` is its mean validation score minus that of the chosen rate over the seeds of
     both, as a fraction; None without a common seed or a chosen rate.
     """
@@ -94,11 +95,11 @@ class IncompleteRate:
 
 @dataclass(frozen=True)
 class ScoreCell:
-    """Runs of one model on one data set after one training set.
+    """Runs of one `model` on one data set after one training set.
 
-    `group_cells` builds it. `runs` are finished and failed ones of all learning rates and seeds;
-    `rates` are all learning rates of the grid, with or without runs, and `seeds` those that a rate
-    needs to be chosen.
+    `group_cells` builds it; `family`, `dataset` and `train_on` are names as in Result. `runs` are
+    finished and failed ones of all learning rates and seeds; `rates` are all learning rates of the
+    grid, with or without runs, and `seeds` those that a rate needs to be chosen.
     """
 
     model: str

@@ -145,11 +145,12 @@ class SplitScores:
 class Result:
     """One run of a results tree, with its scores or the reason of its failure.
 
-    `read_result` reads it from the directory `path`. `validation` and `test` are None if the run
-    failed, `failure` is None if it did not. `family` is the name of a task family, `train_on` that
-    of the training set, which differs from `dataset` only in retrieval. `evaluations` has (step,
-    score as a fraction) of the validations during training, of which `best_step` is the best, 0
-    without any. With `scores_only` the file lacks everything but scores, like the study's own.
+    `read_result` reads it from the directory `path`. `model`, `learning_rate` and `seed` identify
+    it, with `family`, the name of a task family, and `train_on`, the training set, which differs
+    from `dataset` only in retrieval. `validation` and `test` are None if the run failed, `failure`
+    is None if it did not. `evaluations` has (step, score as a fraction) of the validations during
+    training, of which `best_step` is the best, 0 without any. With `scores_only` the file lacks
+    everything but scores, like the study's own.
     """
 
     model: str
@@ -212,11 +213,13 @@ def run_directory(
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """Result of a run on one data set, as `write_result` writes it.
+    """Result of a run on one `dataset`, as `write_result` writes it.
 
     `scores` are by split (validation, test), `seconds` by stage, `steps` the number of training
     steps to the end or to the data set's early stop. `trained` is the SHA-256 (hex) of the weights
-    that were evaluated, `protocol` the job's with automatic values resolved.
+    that were evaluated, `protocol` the job's with automatic values resolved. `evaluations` has
+    (step, score as a fraction) of validations during training, of which `best_step` is the best, 0
+    without any.
     """
 
     dataset: str

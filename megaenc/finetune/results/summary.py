@@ -50,14 +50,14 @@ class GridSummaryConfig:
 class SummaryRow:
     """Row of the score table, in percent: a model's metric on a data set or average.
 
-    `dataset` is `average of N` in averages, and `train_on` is empty if they have several training
-    sets. `metric` is PAPER_METRIC for the study's own score. `mean` is over `seeds` seeds at the
-    chosen `learning_rate`, which is None in averages; mean and rate are None, and `seeds` 0, if no
-    rate has all seeds, the mean of an average also if its data sets have other seeds. `half` is
-    half the width of the interval, None also for one seed. `baseline` is the metric of a trivial
-    predictor, None if unknown. `runs` is text such as `30/30`, `collapsed` such as
-    `2 of 5: REASON` of runs at the chosen rate, or empty without such runs; both are empty in
-    averages.
+    `build_summary` builds it. `dataset` of a task `family` is `average of N` in averages, and
+    `train_on` is empty if they have several training sets. `metric` is PAPER_METRIC for the study's
+    own score. `mean` is over `seeds` seeds at the chosen `learning_rate`, which is None in
+    averages; mean and rate are None, and `seeds` 0, if no rate has all seeds, the mean of an
+    average also if its data sets have other seeds. `half` is half the width of the interval, None
+    also for one seed. `baseline` is the metric of a trivial predictor, None if unknown. `runs` is
+    text such as `30/30`, `collapsed` such as `2 of 5: REASON` of runs at the chosen rate, or empty
+    without such runs; both are empty in averages.
     """
 
     model: str
@@ -88,10 +88,11 @@ class SummaryRow:
 class RateRow:
     """Row of the learning-rate table, in percent: a model's mean scores by rate.
 
-    `means` has the study's score of the rates that have a finished run of every seed, `incomplete`
-    the other rates. `chosen` is the rate of `means` with the best validation score, `spread` the
-    highest mean minus the lowest, `near_best` the number of rates within one point of the best, the
-    best included. If `means` is empty, they are None, NaN and 0.
+    `model`, `family`, `dataset` and `train_on` are those of the ScoreCell. `means` has the study's
+    score of the rates that have a finished run of every seed, `incomplete` the other rates.
+    `chosen` is the rate of `means` with the best validation score, `spread` the highest mean minus
+    the lowest, `near_best` the number of rates within one point of the best, the best included. If
+    `means` is empty, they are None, NaN and 0.
     """
 
     model: str
@@ -113,7 +114,8 @@ class GridSummary:
 
     `build_summary` builds it. `rows` are those of the score table, averages included, `rates` those
     of the learning-rate table. `collapsed` has finished runs with worthless predictions, `failed`
-    those that failed.
+    those that failed. `repeated_families` are the (model, family) pairs with a data set that was
+    evaluated after several trainings.
     """
 
     rows: list[SummaryRow]

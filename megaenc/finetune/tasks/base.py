@@ -102,8 +102,9 @@ class TaskModel(nn.Module):
 class FinetuneTask(ABC):
     """Base class of a task family on one data set: tokens, loss and scores.
 
-    Subclasses are in `TASKS`, by family. `encode` tokenizes examples, `backward` computes the loss
-    (`sum_loss`, cross-entropy by default) and gradients, `evaluate` predicts and scores. `progress`
+    Subclasses are in `TASKS`, by `family`, and are built from a `dataset` and the hyperparameters
+    `protocol`. `encode` tokenizes examples, `backward` computes the loss (`sum_loss`, cross-entropy
+    by default) and gradients, `evaluate` predicts and scores. `progress`, which a caller may set,
     is called with the numbers of predicted and of all texts of an evaluation.
     """
 

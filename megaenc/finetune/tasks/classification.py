@@ -12,9 +12,9 @@ from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 
 class Classification(FinetuneTask):
-    """Sequence classification (SC) on a text's pooled states, by cross-entropy.
+    """FinetuneTask of sequence classification (SC) on a text's pooled states.
 
-    The score is the accuracy.
+    It learns by cross-entropy. The score is the accuracy.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.SC

@@ -77,7 +77,9 @@ class PackLayout:
     Each document is padded and has the shape [groups, padded tokens, width], with `groups`
     key/value heads. For queries each token has `repeats` rows, one for each query head of the
     group, so that keys and values are not copied. Tokens are padded to a multiple of 8 or 32. Built
-    by `from_packed`; `batches` has the documents, in order of their lengths.
+    by `from_packed`; `batches` has the documents, in order of their lengths. Rows are int64
+    indices: `source_rows` has that of [tokens * groups] for each row of the layout, `layout_rows`
+    the inverse, and `padding_rows` are the rows of the layout that are padding.
     """
 
     groups: int

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 class FusedKernels:
     """Flags of the Triton kernels to use, by `select_fused_kernels`.
 
-    Torch computes the rest. `sum` is no kernel, although it is tested like one: torch then adds up
-    the output layer's weight gradients in float32.
+    Torch computes the rest; by default that is all. `norm` is RMSNorm, `layer_norm` LayerNorm
+    without bias, `rotary` the rotary positions, `swiglu` and `geglu` are the gated activations,
+    `dropout` that of attention's output, and `loss` the cross-entropy. `sum` is no kernel, although
+    it is tested like one: torch then adds up the output layer's weight gradients in float32.
     """
 
     norm: bool = False

@@ -34,7 +34,11 @@ _CONTRACT_PACKS = 64
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """Flags of `megaenc objective check`: the objective and its options."""
+    """Flags of `megaenc objective check`, each a field.
+
+    `objective` is a name, perhaps with options as in a schedule, or MODULE:CLASS with its `options`
+    such as share=0.5. `train` also trains a tiny model.
+    """
 
     objective: Annotated[str, Positional, arg(metavar="OBJECTIVE")]
     """name of an objective, with options as in a schedule (`mlm(mask=0.3)`), or MODULE:CLASS, also

@@ -28,7 +28,10 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 class InspectConfig:
     """Flags of `megaenc data inspect`: corpus, tokenizer, objective and pack to show.
 
-    Packs are those that `megaenc pretrain` reads with the same flags.
+    Each field is a flag. `prefix` is the path of the corpus, `tokenizer` its tokenizer, "" to show
+    no pack, and `pack` the number from 0 of the one to show under `objective`. Packs are those that
+    `megaenc pretrain` reads with the same `seq_length`, `packing`, `data_order`, `seed` and
+    `split`.
     """
 
     prefix: Annotated[str, Positional, arg(metavar="PREFIX")]
@@ -68,10 +71,10 @@ class LengthBin(NamedTuple):
 class LengthStats:
     """Statistics of document lengths in tokens, by `compute_length_stats`.
 
-    p5 and p95 are percentiles, interpolated; `longest` is the highest length, `longest_document`
-    the index, from 0, of the first such document; `empty` the number of documents without tokens;
-    `bins` a histogram without gaps, of 0, 1, 2 to 3, 4 to 7, 8 to 15, ... tokens, from the bin of
-    the shortest document to that of the longest.
+    `mean` and `median` are over all documents. p5 and p95 are percentiles, interpolated; `longest`
+    is the highest length, `longest_document` the index, from 0, of the first such document; `empty`
+    the number of documents without tokens; `bins` a histogram without gaps, of 0, 1, 2 to 3, 4 to
+    7, 8 to 15, ... tokens, from the bin of the shortest document to that of the longest.
     """
 
     mean: float

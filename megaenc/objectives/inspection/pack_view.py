@@ -42,9 +42,14 @@ _CONTROL_PICTURES |= {ord("\n"): "↵", ord("\t"): "⇥"}
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Span of one token of a pack, or of all tokens of one character.
+    """Span of one token of a pack, or of all tokens of one character; see DecodedPack.
 
-    It takes the token positions from `start` to before `stop` in the pack.
+    It takes the token positions from `start` to before `stop` in the pack. `text` is decoded, also
+    the label of a hidden token; `special` tells of a special token. `marks` has a character for
+    each token: AS_IS; HIDDEN, the model reads the mask token; REPLACED, it reads another token,
+    `reads` if the span is a single one ("" otherwise); KEPT, it reads the token unchanged and
+    predicts it. `predicts` has the label at each token: None for no prediction or the token itself
+    (see its mark), "" for the next token, else the label's text.
     """
 
     start: int
@@ -66,8 +71,8 @@ class TokenSpan:
 class DecodedPack:
     """Pack decoded under an objective.
 
-    It has the Targets that the objective makes of the pack, and in `pieces` the TokenSpans of each
-    document.
+    It has the `pack`, the `objective`, the `targets` that the objective makes of the pack, and in
+    `pieces` the TokenSpans of each document.
     """
 
     pack: Pack

@@ -41,7 +41,12 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True)
 class CollocationsConfig:
-    """Flags of `megaenc objective collocations`."""
+    """Flags of `megaenc objective collocations`, each a field.
+
+    `data_path` is a corpus without extension, `tokenizer` its tokenizer, and `output` a new file.
+    At most `count` collocations are kept, of at least `min_count` occurrences in the first
+    `max_tokens` tokens.
+    """
 
     data_path: str
     """Corpus: path of its .bin, .idx and .json without the extension."""

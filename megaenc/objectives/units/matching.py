@@ -72,7 +72,11 @@ class TrieLevel(NamedTuple):
 
 
 class CollocationMatcher:
-    """Trie that is built from Collocations and finds them in tokens by exact keys."""
+    """Trie that finds Collocations in tokens by exact keys; `match` returns them.
+
+    It is built from `collocations`, such as those of `load_collocations`. `levels` has a TrieLevel
+    for each length from 2 on.
+    """
 
     def __init__(self, collocations: Collocations) -> None:
         tokens = collocations.tokens.astype(np.int64)

@@ -77,11 +77,12 @@ class PendingVerdict:
     """Test result of a claim before p is corrected over all claims.
 
     The `judge_...` functions return it; if the results do not suffice for the claim, `comparisons`
-    is empty, `overall` None and `p` NaN. `comparisons` has one Comparison per contrast, `overall`
-    the deciding ones pooled (None if the claim does not pool), `p` the uncorrected p of the claim
-    (NaN if unknown), and `outcome` the verdict if that p is significant after correction.
-    `families` has a pooled Comparison per task family; it is empty for a single one, and `decisive`
-    then has the comparisons that may contradict the outcome.
+    is empty, `overall` None and `p` NaN. `comparisons` has one Comparison per tested contrast
+    (`contrasts`), `overall` the deciding ones pooled (None if the claim does not pool), `p` the
+    uncorrected p of the claim (NaN if unknown), and `outcome` the verdict if that p is significant
+    after correction. `families` has a pooled Comparison per task family; it is empty for a single
+    one, and `decisive` then has the comparisons that may contradict the outcome. `note` is text for
+    the reason, `requirement` the results that the test needs, "" for the claim's usual ones.
     """
 
     comparisons: list[Comparison] = field(default_factory=list)

@@ -30,11 +30,13 @@ from megaenc.study.stats.run_noise import RunNoise, estimate_run_noise
 class Verdict:
     """Outcome and reasons of a claim, or of a part of one, as `judge` returns it.
 
-    `claim` is its number, `part` a letter or "". `verdict` is the outcome for these trained models,
-    `another_run` that for another pretraining run of the same recipes. `p_adjusted` of
-    `comparisons` and of `families` is corrected over each list, that of `overall` over the claims,
-    as is `p_another_run`. For `no data` the lists are empty, `overall` is None, and `reason` names
-    the missing results.
+    `claim` is its number, `part` a letter or "", with a `title` and a `question`. `verdict` is the
+    outcome for these trained models, `another_run` that for another pretraining run of the same
+    recipes; `reason` are sentences on them. `comparisons` are single ones; `families` (pooled by
+    task family) and `overall` (over all) may be empty and None. `p_adjusted` of `comparisons` and
+    of `families` is corrected over each list, that of `overall` over the claims, as is
+    `p_another_run`, NaN if unknown. For `no data` the lists are empty, `overall` is None, and
+    `reason` names the missing results.
     """
 
     claim: int

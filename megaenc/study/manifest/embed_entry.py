@@ -23,7 +23,12 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,179}")
 
 @dataclass(frozen=True)
 class EmbedEntry:
-    """Manifest section `embed`: retrieval sets, training pairs, seeds and flags."""
+    """Manifest section `embed`: retrieval sets, training pairs, seeds and flags.
+
+    `datasets` are BEIR directories, as PATH or NAME=PATH, or demo_ir, for evaluation; `train` are
+    pairs, "" for no training, which is done with `seeds` seeds by the flags `training`. `bm25` also
+    ranks by BM25.
+    """
 
     datasets: tuple[str, ...] = ()
     """BEIR directories as PATH or NAME=PATH, or demo_ir, evaluated without training on them"""

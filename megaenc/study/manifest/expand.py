@@ -40,7 +40,12 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of directories, stages and results
 class ManifestEntry:
     """Item of a manifest's `models`: one model for each combination of its lists.
 
-    Fields are the item's keys, except `place`, its location for error messages.
+    Fields are the item's keys, except `place`, its location for error messages. Lists are `size`
+    (names), `steps`, `clm_share` (fractions) or `clm_steps`, `mask` (fractions), `after` (names of
+    models to continue), `peak_rate` and `seed`; an empty one does not apply. `schedule` replaces
+    shares and mask by an --objective-schedule, unless it is "". `checkpoints` are steps that are
+    evaluated too, `pretrain` has flags for these models only, and `name`, `group`, `evaluate` and
+    `inferred` are about the plan.
     """
 
     size: tuple[str, ...] = ()
@@ -86,11 +91,13 @@ class ManifestEntry:
 class PlannedModel:
     """Model of a study: the end of one pretraining run, as built by `expand_models`.
 
-    `config` is that of the run without schedule and steps, `flags` those of `megaenc pretrain`
-    behind it. `warmup` and `decay` are numbers of steps, at the start and at the end of the run.
-    Steps in `checkpoints` count from 1 in the run, without the steps of the parent, the model named
-    `after`, whose weights are continued ("": new weights). `evaluate` is whether the end is
-    evaluated; `checkpoints` are evaluated too.
+    `name` and `key` (ModelKey) identify it; `distinguishing_flags` is text on what the key cannot
+    tell. `config` is that of the run without `schedule` and steps, `flags` those of `megaenc
+    pretrain` behind it. `phases` are those of the schedule; `warmup` and `decay` are numbers of
+    steps, at the start and at the end of the run. Steps in `checkpoints` count from 1 in the run,
+    without the steps of the parent, the model named `after`, whose weights are continued ("": new
+    weights). `evaluate` is whether the end is evaluated; `checkpoints` are evaluated too. `group`
+    is that of its cost; `inferred` is whether its recipe is a guess.
     """
 
     name: str

@@ -31,8 +31,8 @@ class ModelKey:
     `size` is a name, such as "610M". `clm_steps`, then `mlm_steps`, are those of the first run;
     `cpt_mlm_steps` are MLM steps after its decayed end (0: none). `mask_ratio` is a fraction, None
     if nothing is masked. `decayed` is False for an intermediate checkpoint. `schedule` is the
-    objective schedule if the columns cannot express it, else "". `budget`, which is not compared,
-    is the total of an intermediate checkpoint's run; 0: 42,000.
+    objective schedule if the columns cannot express it, else "". `seed` is that of pretraining.
+    `budget`, which is not compared, is the total of an intermediate checkpoint's run; 0: 42,000.
     """
 
     size: str

@@ -53,7 +53,8 @@ _COMMAND_LINE_ONLY = {
 class CorpusEntry:
     """Manifest section `corpus`: text of the study's corpus, and vocabulary size.
 
-    Without text and demo, the study builds no corpus.
+    `text` are files, and `demo` is whether the demo corpus is built; without both, the study builds
+    no corpus. `vocab_size` is that of the tokenizer to train, or of the one in `pretrain`.
     """
 
     demo: bool = False
@@ -73,7 +74,12 @@ class CorpusEntry:
 
 @dataclass(frozen=True)
 class HardwareEntry:
-    """Manifest section `hardware`: devices and throughputs for planned hours."""
+    """Manifest section `hardware`: devices and throughputs for planned hours.
+
+    A pretraining run has `devices` devices of the name `device`, each with `tokens_per_second`, or
+    by size with `tokens_per_second_of`. `finetune_seconds` and `embed_seconds` are for one training
+    with its evaluation. 0 is unknown. `source` is the origin of the numbers, for display.
+    """
 
     device: str = "device"
     """name of a device, for display"""
@@ -100,12 +106,13 @@ class HardwareEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Checked content of a manifest, as of `read_manifest`.
+    """Checked content of the manifest `path`, as of `read_manifest`.
 
-    `models` has all models, parents before those that continue them. Data paths in `models`,
-    `finetune_flags` and `embed` are resolved; those in `corpus` and `finetune` are as written, and
-    relative ones start from `data_dir`. `finetune` and `embed` are None if the manifest lacks the
-    section.
+    `title` is that of the study. `models` has all models, parents before those that continue them.
+    Data paths in `models`, `finetune_flags` and `embed` are resolved; those in `corpus` and
+    `finetune` are as written, and relative ones start from `data_dir`. `finetune` and `embed` are
+    None if the manifest lacks the section; `training_sets` are the data sets to fine-tune on, and
+    `embed_flags` the flags of contrastive training that are set. `hardware` is for the costs.
     """
 
     path: Path

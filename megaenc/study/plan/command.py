@@ -31,7 +31,11 @@ _PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Flags of `megaenc study plan`."""
+    """Flags of `megaenc study plan`, each a field.
+
+    `manifest` is the YAML file, `picture` an image to draw, "" for none, and `data` the directory
+    of relative data paths, "" for that of the manifest.
+    """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
     """The study as a YAML file, such as configs/study/mini.yaml."""

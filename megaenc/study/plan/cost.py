@@ -36,9 +36,10 @@ class StudyCost:
     """Cost of a study: pretraining, fine-tuning, contrastive training and disk.
 
     `groups` has the pretraining cost by `group` of the models, (with, without) shared prefixes, and
-    `with_sharing` and `without_sharing` the sums. Runs are counted, hours are device hours, None if
-    unknown, and `disk` is in bytes by kind. The longest chains are critical paths: a branch starts
-    once its checkpoint exists, or (`run_by_run`) at its parent's end.
+    `with_sharing` and `without_sharing` the sums. `finetune_runs` and `embed_runs` count runs,
+    `finetune_hours` and `embed_hours` are device hours, None if unknown, and `disk` is in bytes by
+    kind. `longest_chain` and `longest_chain_run_by_run` are critical paths: a branch starts once
+    its checkpoint exists, or at its parent's end.
     """
 
     groups: dict[str, tuple[TrainingCost, TrainingCost]]

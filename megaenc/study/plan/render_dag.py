@@ -41,7 +41,12 @@ _FIXED_MASK = re.compile(r"(mlm|mntp)(\(mask=[^,>]*\))?")
 
 @dataclass(frozen=True)
 class DagRow:
-    """Row of a drawing: a run, its offset, its parent's row, and its tree lines."""
+    """Row of a drawing: a run, its offset, its parent's row, and its tree lines.
+
+    `layout_rows` builds it. `run` is the stage, `offset` the number of steps before its step 0, and
+    `parent` the index of the parent's row, None without one. `rails` are the tree lines in front of
+    its name, `stem` those that continue below it.
+    """
 
     run: PretrainStage
     offset: int = 0

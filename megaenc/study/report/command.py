@@ -74,8 +74,9 @@ class ReportConfig:
     """Options of `megaenc study report`.
 
     Each field is a flag. Paths are text, by default empty, but `output` is "report" by default.
-    `results` is required unless `published` is set, which allows no manifest, results or runs;
-    `build_report` checks this.
+    `results` is required unless `published` is set, which allows no `manifest`, `results` or
+    `runs`; `build_report` checks this. `interval` is "normal" or "t", `run_noise` has
+    FAMILY=POINTS, () to estimate them, and `about` has facts for the page as NAME=TEXT.
     """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
@@ -117,9 +118,11 @@ class ReportInputs:
     """Scores, pretraining runs and facts that a report is built from.
 
     `read_study_inputs` or `read_published_inputs` builds it. `title` and `lead` are the heading of
-    the page and the sentences below it; a fact is (name, text). `evidence` has the study's score,
-    `standard` is a sequence of an Evidence per standard metric. `zero_shot` is None without such
-    scores, `published` None in a report of the published tables; the other fields may be empty.
+    the page and the sentences below it; `facts` are (name, text). `evidence` has the study's score,
+    `standard` is a sequence of an Evidence per standard metric. `runs` are by name, and `flops`,
+    training FLOPs, by model. `checks` and `notices` are tables and sentences on missing runs.
+    `zero_shot` is None without such scores, `published` None in a report of the published tables;
+    the other fields may be empty.
     """
 
     title: str

@@ -72,7 +72,9 @@ class FigureLine:
 class FigurePanel:
     """Pair of axes of a figure, with its lines.
 
-    Labels are plain text with the unit, such as "score (%)".
+    `title`, `x_label` and `y_label` are plain text with the unit, such as "score (%)". `ticks` are
+    labels by position on the x axis, None for numbers, which are in the format of `unit` ("",
+    "steps" or "operations"); `log` makes the axis logarithmic.
     """
 
     title: str
@@ -91,8 +93,9 @@ class FigurePanel:
 class FigureSpec:
     """Content of a figure, which is drawn on the first access to `figure` or `svg`.
 
-    `key` is the name of its files and its id on the page. `panels` is empty if there is nothing to
-    draw; `caption` then gives the reason, and `figure` and `svg` must not be accessed.
+    `key` is the name of its files and its id on the page, `title` its heading. `panels` is empty if
+    there is nothing to draw; `caption` then gives the reason, and `figure` and `svg` must not be
+    accessed.
     """
 
     key: str
