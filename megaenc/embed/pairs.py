@@ -32,9 +32,10 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class TrainingPair:
-    """Query, relevant document, and hard negatives, all texts without prefixes.
+    """Texts of a training pair, without prefixes.
 
-    Hard negatives are irrelevant documents that are similar to the query.
+    They are a `query`, its relevant `document`, and hard `negatives`, irrelevant documents that are
+    similar to the query; () without any.
     """
 
     query: str

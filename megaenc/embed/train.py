@@ -206,8 +206,8 @@ class TrainingProgress:
 class StateDirectory:
     """Directory with the state of an unfinished training and the log of its losses.
 
-    state.pt has weights, AdamW's moments, schedule and step; training.jsonl is the log. The
-    directory must exist. Only rank 0 writes to it.
+    `StateDirectory(directory)` takes its Path; it must exist. state.pt has weights, AdamW's
+    moments, schedule and step; training.jsonl is the log. Only rank 0 writes to it.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -16,7 +16,7 @@ CHUNK_BYTES = 2**25  # as in megaenc.training.checkpoint.state_tensors
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of a rank of one pipeline stage, by term in bytes.
+    """Peak memory of a rank of one pipeline `stage`, by term in bytes.
 
     `terms` has the bytes by name, such as "base" (`BASE_BYTES`), "weights" and "activations", but
     none that are 0.

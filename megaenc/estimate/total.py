@@ -35,7 +35,7 @@ _RECOMPUTE = (
 
 @dataclass(frozen=True)
 class Workload:
-    """Computation of a run in any layout: phases of its schedule, and validations.
+    """Computation of a run in any layout: `phases` of its schedule, and validations.
 
     `validations` is their number; each computes `validation_batches` global batches, those of all
     objectives together.

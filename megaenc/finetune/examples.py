@@ -51,11 +51,11 @@ SplitName: TypeAlias = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class LabelledText:
-    """Example of SEQUENCE_FAMILIES: id, text or pair of texts, label.
+    """Example of SEQUENCE_FAMILIES, with an `id`: one or two texts, and a label.
 
     `label` is an index in `Dataset.labels`, a number in regression, and a tuple of ascending
     indices in MULTI_LABEL. `text_pair` is the second text; None for a single text and for a pair
-    that a template has joined to one text.
+    that a template has joined to one, `text`.
     """
 
     id: str
@@ -71,7 +71,7 @@ class LabelledText:
 
 @dataclass(frozen=True)
 class TaggedWords:
-    """Example of token classification: id, words of a sentence, tag index of each.
+    """Example of token classification, with an `id`: `words` of a sentence and tags.
 
     `tags` has an index in `Dataset.labels` for each word.
     """
@@ -83,7 +83,7 @@ class TaggedWords:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer span in a context: its text and its character offset `start`, from 0."""
+    """Answer span in a context: `text` and its character offset `start`, from 0."""
 
     text: str
     start: int
@@ -91,9 +91,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """Example of question answering: id, question, context and accepted answers.
+    """Example of question answering: `question`, `context` and accepted `answers`.
 
-    Training uses only the first answer; evaluation accepts any. An unanswerable question has none.
+    `id` is a text. Training uses only the first answer; evaluation accepts any. An unanswerable
+    question has none.
     """
 
     id: str
@@ -104,9 +105,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Pair:
-    """Training pair of retrieval: id, query and relevant document.
+    """Training pair of retrieval, with an `id`: `query` and relevant `document`.
 
-    Query and document include their prefixes, QUERY and DOCUMENT.
+    Both texts include their prefixes, QUERY and DOCUMENT.
     """
 
     id: str

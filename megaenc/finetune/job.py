@@ -14,7 +14,7 @@ TOKENIZED_CACHE = ".tokenised"
 
 @dataclass(frozen=True)
 class NamedSource:
-    """Name of a job's model or data set in results, and its location.
+    """Model or data set of a job: its `name` in results, and its `location`.
 
     The location is a model's directory, or a data set's name or path as given to `find_dataset`.
     """
@@ -27,8 +27,9 @@ class NamedSource:
 class Fingerprints:
     """SHA-256 fingerprints (hex) of a job's model, tokenizer and data sets.
 
-    `train_on` is that of the training set, and `datasets` has those of the evaluation data sets by
-    name. `model_stamp` is a digest of the sizes and times of model files; results do not record it.
+    `model` is that of the model's files, `tokenizer` that of its tokenizer, `train_on` that of the
+    training set, and `datasets` has those of the evaluation data sets by name. `model_stamp` is a
+    digest of the sizes and times of model files; results do not record it.
     """
 
     model: str
@@ -97,10 +98,11 @@ class FinetuneJob:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """Progress of a run in its stage, and fields to display.
+    """Progress of a run in its `stage`, and `fields` to display by name.
 
-    `done` of `total` work is finished: steps of training, or texts of the part that is tokenized or
-    evaluated, so that `done` falls back at the next part. `total` is 0 if unknown.
+    Stages are loading, training, validation and test. `done` of `total` work is finished: steps of
+    training, or texts of the part that is tokenized or evaluated, so that `done` falls back at the
+    next part. `total` is 0 if unknown.
     """
 
     stage: Literal["loading", "training", "validation", "test"]

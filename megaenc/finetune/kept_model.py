@@ -177,9 +177,10 @@ def check_same_model(
 class ModelKeeper:
     """Writer of a task's fine-tuned model that verifies the model in transformers.
 
-    It is for a job whose `keeps_model` is True. Call `check_tokenizer` before training, and `keep`,
-    which also writes the run's results, after the evaluation. A written directory has weights,
-    config, tokenizer, finetuning.json and README.md. `encoder` tokenizes as in training.
+    It is for a `job` whose `keeps_model` is True, and its `task`. Call `check_tokenizer` before
+    training, and `keep`, which also writes the run's results, after the evaluation. A written
+    directory has weights, config, tokenizer, finetuning.json and README.md. `encoder` tokenizes as
+    in training.
     """
 
     job: FinetuneJob

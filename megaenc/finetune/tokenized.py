@@ -165,7 +165,7 @@ def resolve_protocol(
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Encoder of texts by a tokenizer, with special tokens and a maximum length.
+    """Encoder of texts by a `tokenizer`, with special tokens and a maximum length.
 
     A text of more than `max_length` tokens with its `special_tokens` is cut at its end and keeps
     its last special tokens. Special tokens spelled in a text are tokenized as text. `progress`,

@@ -87,8 +87,9 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
 class RunFailure(ArithmeticError):
     """ArithmeticError that a loss, a gradient norm or a prediction is NaN or inf.
 
-    `step` is the training step, from 1, of the loss or gradient norm; for a prediction, the last
-    step before the evaluation. Arguments are the reason, a text for failed.json, and the step.
+    It takes `reason`, a text for failed.json that becomes the message, and `step`, an attribute:
+    the training step, from 1, of the loss or gradient norm; for a prediction, the last step before
+    the evaluation.
     """
 
     def __init__(self, reason: str, step: int) -> None:

@@ -58,7 +58,7 @@ _MAX_SUM_WEIGHT = 1 << 24
 
 @dataclass(frozen=True)
 class ScheduledObjective:
-    """Objective of a phase with its weight in a mixture or sum.
+    """Objective of a phase with its `weight` in a mixture or sum.
 
     The weights of a phase are the smallest whole numbers in the ratio of the text, 1 without a
     combination. The options go linearly from those of `start` at the first step of the phase to
@@ -80,7 +80,7 @@ class ScheduledObjective:
 
 @dataclass(frozen=True)
 class Phase:
-    """Phase of a run, the steps first_step..last_step, inclusive, counted from 1.
+    """Phase of a run, the steps `first_step` to `last_step`, inclusive, from 1.
 
     Each step trains one of `choices`, drawn by weight, or, if `is_sum`, all of them on the same
     packs. `index` is the phase's place in the schedule, from 0. `len` is the number of steps.

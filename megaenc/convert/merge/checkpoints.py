@@ -54,7 +54,10 @@ _STEPS = re.compile(r"[0-9]{1,18}(,[0-9]{1,18})*")
 
 @dataclass(frozen=True)
 class MergeSource:
-    """Checkpoint to merge: its run, as it is at `step`, and the flag that named it."""
+    """Checkpoint to merge.
+
+    `run` is its RunCheckpoint, as it is at `step`, and `flag` the one that named it, for errors.
+    """
 
     run: RunCheckpoint
     step: int

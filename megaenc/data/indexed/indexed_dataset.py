@@ -101,9 +101,9 @@ class IndexedWriter:
     """Writer of one corpus: the .bin as documents are added, the .idx at the end.
 
     `IndexedWriter(bin_path, idx_path, dtype)` takes the name of one of TOKEN_TYPES, as from
-    `token_dtype`. `documents`, `sequences` and `tokens` count what has been added. The files are
-    written in place, not atomically: the constructor empties an existing .bin, and only `finish`
-    writes the .idx. Call `close` in any case.
+    `token_dtype`; `open_writers` builds several and closes them. `documents`, `sequences` and
+    `tokens` count what has been added. The files are written in place, not atomically: the
+    constructor empties an existing .bin, and only `finish` writes the .idx.
     """
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: str) -> None:

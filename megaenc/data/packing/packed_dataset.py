@@ -88,9 +88,10 @@ class PackedDataset(Protocol):
 class CorpusPackedDataset(ABC):
     """Base class of the endless packs of one corpus, cut from its token stream.
 
-    `dataset[s]` is the Pack of the 0-based sample s, a pure function of corpus, documents, seed,
-    seq_length and s. Within each epoch packs are in random order. Otherwise the pieces of one long
-    document would meet in one batch.
+    It takes a `corpus`, the `documents` of it to read, int64[D] indices or DocumentBlocks,
+    `seq_length` in tokens, and a `seed`; InputError if they hold no token. `dataset[s]` is the Pack
+    of the 0-based sample s, a pure function of these and s. Within each epoch packs are in random
+    order. Otherwise the pieces of one long document would meet in one batch.
     """
 
     def __init__(

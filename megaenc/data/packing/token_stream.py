@@ -33,9 +33,9 @@ class DocumentSource(Protocol):
 class TokenStream(ABC):
     """Base class of an endless token sequence of a corpus, readable at any position.
 
-    Its documents are joined in a random order that `seed` and the epoch determine; those without
-    tokens are left out. A position is a number of tokens from the start of the stream. Epochs are
-    0-based and have `tokens_per_epoch` tokens each.
+    Documents of `corpus` are joined in a random order that `seed` and the epoch determine; those
+    without tokens are left out. A position is a number of tokens from the start of the stream.
+    Epochs are 0-based and have `tokens_per_epoch` tokens each, which the subclass sets.
     """
 
     def __init__(self, corpus: object, seed: int):

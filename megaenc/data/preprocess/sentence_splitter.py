@@ -21,7 +21,11 @@ _CONTEXT = 1_000  # characters that must follow a sentence end for it to count
 
 @dataclass(frozen=True)
 class PunktModel:
-    """Sentence model of nltk's Punkt: language and parameters; picklable."""
+    """Sentence model of nltk's Punkt; picklable.
+
+    `load_installed_punkt` or `train_punkt` builds it. `language` is such as `english`, or `learnt`
+    if it was trained on the input; `parameters` are nltk's.
+    """
 
     language: str
     """`english` and so on for an installed model, `learnt` for one trained on the input."""

@@ -248,7 +248,7 @@ def _select_attention(backbone: Backbone, directory: str) -> None:
 
 
 class AttentionProbe:
-    """Numerical tests of a backbone's attention and accuracy on short random texts.
+    """Numerical tests of a `backbone`'s attention and accuracy on short random texts.
 
     Attention is tested for its direction and for packing, in float32; accuracy in 16 bits. The
     backbone must be in eval mode. `load_backbone` runs the tests.

@@ -70,7 +70,7 @@ def compute_interval(scores: Sequence[float], kind: IntervalKind = "normal") -> 
 class GridSpec:
     """Learning rates and seeds of a planned grid, which has a run for each pair.
 
-    `rates` are peak learning rates.
+    `rates` are peak learning rates, `seeds` the seeds themselves.
     """
 
     rates: tuple[float, ...]

@@ -31,7 +31,9 @@ _WIDTH = 80
 class GridSummaryConfig:
     """Options of `megaenc finetune summary`: results, metrics, intervals and output.
 
-    Each field is a flag, except `results`, the command's argument.
+    Each field is a flag, except `results`, the command's argument, a directory. `metrics` are
+    "paper", "standard" or "both", `interval` is "normal" or "t", and `output` a file for all
+    numbers, "" for none.
     """
 
     results: Annotated[str, Positional, arg(metavar="RESULTS")]

@@ -75,7 +75,7 @@ class NonFinitePredictionError(ArithmeticError):
 
 
 class TaskModel(nn.Module):
-    """Module of a backbone and the head of a task.
+    """Module of a `backbone` and the `head` of a task.
 
     The head is a linear layer, a NativeHead or, in retrieval, the identity. Tasks call both parts
     (`FinetuneTask.compute_outputs`); the module itself has no forward.

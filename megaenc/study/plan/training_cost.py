@@ -13,9 +13,9 @@ from megaenc.study.manifest.schema import Manifest
 class TrainingCost:
     """Cost of some training steps, summed over devices.
 
-    `tokens` are those of the packs, each once, also if a step reads its packs several times;
-    `flops` are of forward and backward, for every reading. `device_hours` is None if the throughput
-    is unknown.
+    `steps` is their number. `tokens` are those of the packs, each once, also if a step reads its
+    packs several times; `flops` are of forward and backward, for every reading. `device_hours` is
+    None if the throughput is unknown.
     """
 
     steps: int = 0

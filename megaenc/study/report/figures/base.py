@@ -70,7 +70,7 @@ class FigureLine:
 
 @dataclass(frozen=True)
 class FigurePanel:
-    """Pair of axes of a figure, with its lines.
+    """Pair of axes of a figure, with its `lines`.
 
     `title`, `x_label` and `y_label` are plain text with the unit, such as "score (%)". `ticks` are
     labels by position on the x axis, None for numbers, which are in the format of `unit` ("",
