@@ -51,12 +51,12 @@ class ParallelConfig:
 
     Ranks are divided into tensor-, pipeline- and data-parallel groups; the number of model replicas
     is world size / (`tensor_model_parallel_size` x `pipeline_model_parallel_size`). Stages may be
-    interleaved (`num_layers_per_virtual_pipeline_stage`, None: not) or split by hand
-    (`pipeline_model_parallel_layout`, "": evenly). `sequence_parallel` and
-    `use_distributed_optimizer` shard more, `overlap_grad_reduce` and `overlap_param_gather` hide
-    communication, and `recompute_granularity`, None for none, saves memory by the rules of the
-    other recompute_ flags. `check` and the other check_ methods raise InputError; the constructor
-    checks nothing.
+    interleaved (`num_layers_per_virtual_pipeline_stage`, None: not) or split by a text
+    (`pipeline_model_parallel_layout`, "": evenly). `sequence_parallel` shards norms and residuals,
+    `use_distributed_optimizer` the optimizer's state, `overlap_grad_reduce` and
+    `overlap_param_gather` hide communication, and `recompute_granularity`, None for none, saves
+    memory by the rules of the other recompute_ flags. `check` and the other check_ methods raise
+    InputError; the constructor checks nothing.
     """
 
     tensor_model_parallel_size: PositiveInt = 1

@@ -94,9 +94,9 @@ class FromHFConfig:
     """Flags of `megaenc convert from-hf`, each a field.
 
     `input`, a Hugging Face directory, and `output`, a new run directory, must not stay empty, which
-    only `main` checks. `add_mask_token` adds one to a tokenizer without, `tie_word_embeddings` is
-    for a model that was saved without output layer, and `dtype` is that of the weights to write:
-    "source", "bf16" or "fp32".
+    only `main` checks. `add_mask_token` adds a mask token to a tokenizer that has none,
+    `tie_word_embeddings` is for a model that was saved without output layer, and `dtype` is that of
+    the weights to write: "source", "bf16" or "fp32".
     """
 
     input: str = ""

@@ -42,10 +42,11 @@ class CorpusMetadata:
     Preprocessing writes them, `read_corpus_metadata` reads them; the file is renamed before the
     .idx, so that no corpus opens without it. `format` is the file's version and `megaenc` the
     program's. `tokenizer` and its `vocab_size`, `eod` (id that ends each document, None without
-    `append_eod`) and `special_tokens` tell how text became ids; `documents`, `sequences` and
-    `tokens` count them, `empty_documents` and `skipped_lines` what was left out. `dtype` (uint16 or
-    int32), `bin_bytes`, `idx_bytes` and `sha256` (hex, by bin and idx) are of the files, `sources`
-    one dict per input. `sentences` and `deduplication` describe these steps, None without.
+    `append_eod`) and `special_tokens` tell how text became ids. `documents`, `sequences` and
+    `tokens` are numbers, and so are `empty_documents` and `skipped_lines`, which were left out.
+    `dtype` (uint16 or int32), `bin_bytes`, `idx_bytes` and `sha256` (hex, by bin and idx) are of
+    the files, `sources` one dict per input. `sentences` and `deduplication` describe these steps,
+    None without.
     """
 
     format: int

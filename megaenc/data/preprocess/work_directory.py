@@ -56,7 +56,7 @@ class Partition:
 class WorkDirectory:
     """Directory of the `count` partitions of a preprocessing run, shared by processes.
 
-    The constructor takes its `path` and all that follows; `deduplication` is None by default. The
+    The constructor takes its `path` and the names below; `deduplication` is None by default. The
     bytes of partitions depend on the `plan` (see `PreprocessJob.build_plan`). Each partition, of
     0-based index, has a .bin of tokens of `dtype`, an .idx and, with `deduplication`, a .keys for
     each of `keys`, and a JSON record of plan, counts and hashes. Nothing is read or written before

@@ -50,10 +50,11 @@ class DatasetConfig:
     """Options of data sets: task, text pairs, documents to search, training set.
 
     Each field is a flag of `megaenc finetune run` and `grid`, and an option of `find_dataset`.
-    `task` is a family such as SC, "" to infer it. `pair_template` joins two texts, and
-    `validation_fraction` splits a single file, 0 not. `whole_corpus` searches all documents of
-    local retrieval data. `train_on` is a retrieval set to train on, "" for each set's own pairs,
-    `demo_folder` the directory of the demo sets. The constructor checks nothing.
+    `task` is a family such as SC, "" to infer it. `pair_template` joins two texts.
+    `validation_fraction` of a single file validates, as much tests; 0 for no split. `whole_corpus`
+    searches all documents of local retrieval data. `train_on` is a retrieval set to train on, ""
+    for each set's own pairs, `demo_folder` the directory of the demo sets. The constructor checks
+    nothing.
     """
 
     task: Literal["", "SC", "TC", "QA", "IR", "regression", "multi_label"] = ""

@@ -42,10 +42,12 @@ class ManifestEntry:
 
     Fields are the item's keys, except `place`, its location for error messages. Lists are `size`
     (names), `steps`, `clm_share` (fractions) or `clm_steps`, `mask` (fractions), `after` (names of
-    models to continue), `peak_rate` and `seed`; an empty one does not apply. `schedule` replaces
-    shares and mask by an --objective-schedule, unless it is "". `checkpoints` are steps that are
-    evaluated too, `pretrain` has flags for these models only, and `name`, `group`, `evaluate` and
-    `inferred` are about the plan.
+    models to continue), `peak_rate` and `seed`. `steps`, and `size` or `after`, must not be empty;
+    other empty lists stand for no CLM, no MLM or the flag's value. `schedule` replaces shares and
+    mask by an --objective-schedule, unless it is "". `checkpoints` are steps that are evaluated
+    too, `pretrain` has flags for these models only. `name` replaces the derived one, `group` is
+    that of the costs, `evaluate` is False for a model that is only continued, and `inferred` marks
+    a recipe that is a guess.
     """
 
     size: tuple[str, ...] = ()
