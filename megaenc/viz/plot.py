@@ -522,8 +522,8 @@ def write_plot(runs: Sequence[str | Path], output: str | Path, against: Against 
         against: Quantity on the x axis.
 
     Raises:
-        InputError: A run or the output file is invalid, or several runs have no objective in
-            common.
+        InputError: There is no run, a run or the output file is invalid, or several runs have no
+            objective in common.
     """
     output = Path(output)
     if output.suffix.lower() not in _FORMATS:
@@ -595,7 +595,8 @@ def _have_same_text(validations: Iterable[Sequence[Row]]) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc plot`: draw the losses of runs to the image file --output.
 
-    Invalid input ends the process with code 2 and a line on stderr.
+    A line with the file and the phrase of `write_plot` is printed. Invalid input ends the process
+    with code 2 and a line on stderr.
 
     Args:
         argv: Command line without the program's name; None for that of the process.
