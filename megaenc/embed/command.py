@@ -60,6 +60,7 @@ class EmbedEvalConfig:
     """tasks of mteb by name, such as STSBenchmark, in all their languages; their data come from the
     Hub"""
     embedding: EmbeddingFlags = field(default_factory=EmbeddingFlags)
+    """how texts become embeddings"""
     bm25: bool = True
     """rank the documents of BEIR directories by BM25 too"""
     output: str = ""

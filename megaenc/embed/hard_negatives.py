@@ -61,6 +61,7 @@ class MineConfig:
     """maximum cosine of a hard negative with the query, as a fraction of that of the pair's
     document"""
     embedding: EmbeddingFlags = field(default_factory=EmbeddingFlags)
+    """how texts become embeddings"""
 
 
 @handle_command_errors

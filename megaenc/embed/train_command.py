@@ -43,6 +43,7 @@ class EmbedTrainConfig:
     """new directory for the trained model; OUTPUT.state keeps an unfinished training, which the
     same command resumes"""
     contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
+    """contrastive training: batches, schedule, optimizer, loss and texts"""
     save_interval: PositiveInt = 100
     """steps between saved states, from which the same command resumes"""
     log_interval: PositiveInt = 1

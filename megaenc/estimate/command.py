@@ -87,6 +87,7 @@ class EstimateConfig:
     output: str = ""
     """JSON file to write with the estimate"""
     pretrain: PretrainConfig = field(default_factory=lambda: PretrainConfig(bf16=True))
+    """the run, by the flags of `megaenc pretrain`"""
 
 
 @handle_command_errors

@@ -73,7 +73,9 @@ class FinetuneRunConfig:
     retry_failed: bool = False
     """repeat a run that failed with a NaN loss and left failed.json"""
     data: DatasetConfig = field(default_factory=DatasetConfig)
+    """how local data is read"""
     protocol: FinetuneConfig = field(default_factory=FinetuneConfig)
+    """fine-tuning protocol, the same for all runs of a comparison"""
 
 
 @handle_command_errors

@@ -102,17 +102,27 @@ class PretrainConfig:
     modernbert-large, neobert-base, gemma3-270m, gemma3-1b, embeddinggemma-300m; the model flags
     below override parts of it"""
     shape: ModelConfig = field(default_factory=lambda: get_preset("tiny"))
+    """shape of the model, and what its layers do"""
     data: DataConfig = field(default_factory=DataConfig)
+    """training data: corpora, tokenizer, split, packs, order, skips"""
     learning_rate: LearningRateConfig = field(
         default_factory=LearningRateConfig, metadata=NOT_IN_IDENTITY
     )
+    """peak, warm-up and decay, which may differ by phase"""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """optimizer, weight decay and gradient clipping"""
     start: StartConfig = field(default_factory=StartConfig, metadata=NOT_IN_IDENTITY)
+    """start from a checkpoint of another run, and skip its samples"""
     layout: ParallelConfig = field(default_factory=ParallelConfig, metadata=NOT_IN_IDENTITY)
+    """parallel layout, communication overlap and recomputation"""
     kernels: KernelConfig = field(default_factory=KernelConfig, metadata=NOT_IN_IDENTITY)
+    """kernels of the layers: attention, fused kernels, linear layers, float8"""
     health: FaultConfig = field(default_factory=FaultConfig, metadata=NOT_IN_IDENTITY)
+    """non-finite gradients and loss spikes: skipped steps and rewinds"""
     output: OutputConfig = field(default_factory=OutputConfig, metadata=NOT_IN_IDENTITY)
+    """run directory, checkpoints, early exit, validation, logs and dry run"""
     monitoring: MonitoringConfig = field(default_factory=MonitoringConfig, metadata=NOT_IN_IDENTITY)
+    """TensorBoard, Weights & Biases, stragglers, profiler and callbacks"""
 
     def check(self, world_size: int) -> None:
         """Raise InputError for values that do not fit each other or the processes.

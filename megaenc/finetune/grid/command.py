@@ -68,9 +68,13 @@ class GridConfig:
     or best, the one of the best validation score for each model and training set; runs that were
     finished before have none"""
     data: DatasetConfig = field(default_factory=DatasetConfig)
+    """how local data is read"""
     local: LocalExecution = field(default_factory=LocalExecution)
+    """processes of a grid on this machine"""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    """submission of a grid to Slurm"""
     protocol: FinetuneConfig = field(default_factory=FinetuneConfig)
+    """fine-tuning protocol, the same for all runs of a comparison"""
 
 
 class GridPlan(NamedTuple):

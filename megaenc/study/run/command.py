@@ -90,6 +90,7 @@ class StudyRunConfig:
     dry_run: bool = False
     """Print the state and the remaining commands of each stage, and do nothing."""
     slurm: ClusterConfig = field(default_factory=ClusterConfig)
+    """submission to Slurm"""
 
 
 @handle_command_errors
