@@ -76,7 +76,7 @@ class PretrainConfig:
     clm:10000,mlm(mask=0.3):32000 or 5x(clm:0.05,mlm:0.15)"""
     phases: tuple[flags.YamlMapping, ...] = setting((), NOT_IN_IDENTITY)
     """instead of --objective-schedule and --train-iters: a list, usually in a YAML file, with the
-    objective, train_iters or train_tokens, and any of data_path, the flags of its blend,
+    objective, train_iters or train_tokens, and any of data_path, the flags of its blend, packing,
     seq_length, batch sizes, rotary_base, weight_decay, freeze and learning-rate flags of each
     phase, such as "{objective: mlm, train_iters: 100, seq_length: 512}"; other flags are those of
     the run"""

@@ -31,11 +31,11 @@ class DataConfig:
 
     `PretrainConfig.data` is one; all fields have defaults. `data_path` names corpora and their
     weights, which `blend_temperature` (exponent of corpus sizes in a group) and `blend_max_epochs`
-    (passes after which a corpus leaves) adjust; `seq_length` is the number of tokens of a pack.
-    Only these four may differ between phases. `tokenizer` is a directory or name, `split` has the
-    shares of training, validation and test documents; `packing` says how documents are cut into
-    packs, `data_order` how they are shuffled, `skip_packs` which packs are left out, by position in
-    the data order, such as 1200-1215.
+    (passes after which a corpus leaves) adjust; `seq_length` is the number of tokens of a pack, and
+    `packing` says how documents are cut into packs. Only these five may differ between phases.
+    `tokenizer` is a directory or name, `split` has the shares of training, validation and test
+    documents; `data_order` says how documents are shuffled, `skip_packs` which packs are left out,
+    by position in the data order, such as 1200-1215.
     """
 
     data_path: tuple[str, ...] = setting((), NOT_IN_IDENTITY, BY_PHASE)
@@ -58,7 +58,7 @@ class DataConfig:
     seq_length: Annotated[int, Bounds(low=1, high=LONGEST_PACK)] = setting(128, BY_PHASE)
     """tokens of a pack; a pack holds several documents, and attention never crosses their
     boundaries"""
-    packing: Literal["concat", "random-length", "sentences"] = "concat"
+    packing: Literal["concat", "random-length", "sentences"] = setting("concat", BY_PHASE)
     """how documents are cut into packs. concat: end to end, without loss; random-length: as in the
     study, two chunks of random length a pack, which may span documents; sentences: every pack
     starts at a sentence (needs data preprocessed with --split-sentences)"""

@@ -54,9 +54,10 @@ def print_dry_run(plan: Plan) -> None:
         f"{format_model(plan)}, {processes}: "
         f"{settings.layout.describe(settings.shape.num_layers, get_world_size())}"
     )
+    packings = dict.fromkeys(phase.settings.data.packing for phase in settings.phase_configs)
     console.print(
         f"{total:,} steps of {settings.batch_size_text} packs of {settings.seq_length_text} tokens "
-        f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
+        f"({', then '.join(packings)}): {settings.tokens_after(total):,} tokens"
     )
     start = f"{plan.start.describe()}{plan.skipped.describe()}"
     for line in (*describe_frozen(settings), *describe_uneven_shares(settings)):

@@ -296,10 +296,13 @@ class Plan:
         values["freeze"] = rows[-1]["freeze"]
         if len(rows) > 1:
             values["phases"] = rows
+        # Runs of earlier versions have neither entry.
         if not any(row["freeze"] for row in rows):
-            # Runs of earlier versions have no such entry.
             for entries in (values, *rows):
                 del entries["freeze"]
+        if len({row["packing"] for row in rows}) == 1:
+            for row in rows:
+                del row["packing"]
         has_blocks = any(data.has_blocks for data in (*self.earlier_data, self.data))
         return values | {
             "special_tokens": self.data.special_tokens.to_json(),

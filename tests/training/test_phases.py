@@ -141,6 +141,24 @@ def test_a_corpus_continues_where_an_earlier_phase_stopped(small_corpus, second_
     assert not list(expected)
 
 
+def test_packing_may_change_by_phase(small_corpus, capfd):
+    """Each packing continues where it stopped, as in a run that has only this packing."""
+    flags = [*small_corpus.flags, "--seq-length", "64", "--global-batch-size", "8"]
+    packings = ["concat", "random-length", "concat"]
+    phases = [{"objective": "mlm", "train_iters": 2, "packing": packing} for packing in packings]
+    plan = plan_of(*flags, "--phases", *map(json.dumps, phases))
+    alone = {name: plan_of(*flags, "--packing", name).packs for name in packings}
+    expected = [("concat", 0), ("random-length", 0), ("concat", 16)]
+    for phase, (packing, first) in enumerate(expected):
+        data = plan.data_at(2 * phase + 1)
+        for sample in range(16):
+            pack = data.train[16 * phase + sample]
+            assert np.array_equal(pack.tokens, alone[packing][first + sample].tokens)
+    assert [row["packing"] for row in plan.identity["phases"]] == packings
+    main([*flags, "--phases", *map(json.dumps, phases), "--dry-run"])
+    assert "of 64 tokens (concat, then random-length)" in capfd.readouterr().out
+
+
 def test_phases_that_differ_only_in_objectives_are_the_schedule(small_corpus):
     flags = [*small_corpus.flags, *SHAPE]
     phases = [
