@@ -52,7 +52,7 @@ _MAX_EXPERTS = 1 << 15
 class TensorHeader(NamedTuple):
     """Tuple `file`, `dtype`, `shape` of a tensor, from its safetensors file's header.
 
-    The dtype is text as safetensors names it, such as BF16.
+    `file` is a Path, `dtype` text as safetensors names it, such as BF16.
     """
 
     file: Path
@@ -135,9 +135,10 @@ class TrainableHFCheckpoint(HFCheckpoint):
 
     `TrainableHFCheckpoint(path)` takes the Path of a local directory; it raises InputError if a
     file is unusable, or a weight is not F32, BF16 or F16. It also has the weight `shapes` by name
-    and the `generation` config, {} if there is none. Weights are read one by one. `shapes` and
-    methods have their names in a model with an output layer (`model.norm.weight`); `headers` has
-    those in the files, which omit `model.` for a model without one.
+    and the `generation` config, {} if there is none. `tensor` and `iter_row_chunks` read one
+    weight. `shapes` and methods have their names in a model with an output layer
+    (`model.norm.weight`); `headers` has those in the files, which omit `model.` for a model without
+    one.
     """
 
     def __init__(self, path: Path):
@@ -203,7 +204,10 @@ class TrainableHFCheckpoint(HFCheckpoint):
     def tensor(self, name: str) -> "Tensor":
         """Return the weight `name` on the CPU, in its stored dtype.
 
-        Names are those of `shapes`. The file is closed again to free its pages.
+        The file is closed again to free its pages.
+
+        Args:
+            name: Key of `shapes`; another one is a KeyError.
 
         Raises:
             InputError: A number is NaN or infinite, or the file is damaged.
@@ -217,8 +221,10 @@ class TrainableHFCheckpoint(HFCheckpoint):
     def iter_row_chunks(self, name: str, rows: int) -> "Iterator[Tensor]":
         """Yield the weight `name`, in its stored dtype, as tensors of `rows` rows.
 
-        Names are those of `shapes`. The tensors are on the CPU, and the last one may have fewer
-        rows.
+        The tensors are on the CPU, and the last one may have fewer rows.
+
+        Args:
+            name: Key of `shapes`; another one is a KeyError.
 
         Raises:
             InputError: A number is NaN or infinite, or the file is damaged.

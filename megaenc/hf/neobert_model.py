@@ -42,8 +42,8 @@ class NeoBERTConfig(PreTrainedConfig):
     Fields are named as in config.json and given by keyword; `max_position_embeddings` is another
     name of `max_length`. Sizes are `vocab_size`, `hidden_size`, `intermediate_size`,
     `num_hidden_layers` and `num_attention_heads`; the others are `norm_eps`, two ranges of initial
-    weights, `pad_token_id` (None: none) and `tie_word_embeddings`. A value of a wrong type raises
-    an error.
+    weights, `pad_token_id` (None: none) and `tie_word_embeddings`. A value of a wrong type is a
+    StrictDataclassFieldValidationError of huggingface_hub.
     """
 
     model_type = "neobert"

@@ -109,7 +109,7 @@ class Rotation:
     Built by `from_angles`. A call rotates queries or keys [S, 1, heads, dim] into a new tensor of
     their dtype; element i of a head is rotated together with element i + dim / 2. `cos` and `sin`
     are float32[S, 1, 1, dim / 2], times the scale of `from_angles`. With `fused` a Triton kernel
-    does it, in float32.
+    does it, in float32. `split` rotates queries and keys that are still joined with the values.
     """
 
     cos: Tensor

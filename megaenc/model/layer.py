@@ -87,7 +87,7 @@ class EncoderLayer(TransformerLayer):
         )
 
     def _drop_output(self, output: Tensor, packing: PackedSequences) -> Tensor:
-        """Return attention's output after dropout, unchanged outside of training.
+        """Return attention's output after dropout, unchanged without `dropout_keys`.
 
         It is [S, 1, H], or has only the selected rows.
         """
@@ -218,7 +218,7 @@ class PackedAttention(MegatronModule):
                 dim].
             key: [s, 1, groups, dim]; None if `query` is the joint projection.
             value: Like `key`.
-            packed_seq_params: Documents, mask and rotary positions; required. Without a rotation,
+            packed_seq_params: Required. If `rotation` (`local_rotation` with a window) is None,
                 separate queries and keys are not rotated; a joint projection is an AttributeError.
         """
         packing = packed_seq_params

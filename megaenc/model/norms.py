@@ -17,7 +17,8 @@ from megaenc.model.functional import rms_norm as rms_norm_on_host
 class PendingSum(NamedTuple):
     """Hidden states as a sum that is not computed yet, so that the next norm does it.
 
-    residual: residual stream; output: output of the last attention or MLP; both [S, 1, H].
+    residual: residual stream; output: output of the last attention or MLP; both [S, 1, H]. `add`
+    computes the sum.
     """
 
     residual: Tensor
@@ -62,8 +63,8 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return x / rms(x) * weight, [..., H], or * (weight + 1) if `is_zero_centered`.
 
-        With `residual`, [..., H], return (residual + x, its norm), in one pass unless torch's own
-        norm is used.
+        It has the dtype of `x`, also if the weight is wider. With `residual`, [..., H] of the same
+        dtype, return (residual + x, its norm), in one pass unless torch's own norm is used.
         """
         weight = self.weight.float() + 1 if self.is_zero_centered else self.weight
         if self.fused:
@@ -112,9 +113,9 @@ class LayerNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (x - mean(x)) / std(x) * weight + bias, [..., H].
+        """Return (x - mean(x)) / std(x) * weight + bias, [..., H], in the dtype of `x`.
 
-        With `residual`, [..., H], return (residual + x, its norm).
+        With `residual`, [..., H] of the same dtype, return (residual + x, its norm).
         """
         if self.fused:
             from megaenc.model.kernels.norm import layer_norm

@@ -49,7 +49,10 @@ class QueryBlock:
 
     @property
     def is_kept(self) -> bool:
-        """Return whether the block's probabilities are saved for backward."""
+        """Return whether the block's probabilities are saved for backward.
+
+        They are saved with at most KEPT_KEYS keys; otherwise backward computes them again.
+        """
         return self.keys[1] - self.keys[0] <= KEPT_KEYS
 
 
@@ -77,9 +80,10 @@ class PackLayout:
     Each document is padded and has the shape [groups, padded tokens, width], with `groups`
     key/value heads. For queries each token has `repeats` rows, one for each query head of the
     group, so that keys and values are not copied. Tokens are padded to a multiple of 8 or 32. Built
-    by `from_packed`; `batches` has the documents, in order of their lengths. Rows are int64
-    indices: `source_rows` has that of [tokens * groups] for each row of the layout, `layout_rows`
-    the inverse, and `padding_rows` are the rows of the layout that are padding.
+    by `from_packed`; `gather` and `scatter` copy tensors into the layout and back. `batches` has
+    the documents, in order of their lengths. Rows are int64 indices: `source_rows` has that of
+    [tokens * groups] for each row of the layout, `layout_rows` the inverse, and `padding_rows` are
+    the rows of the layout that are padding.
     """
 
     groups: int
@@ -321,9 +325,9 @@ class _Products:
             is_training: Whether a backward pass follows; if not, the second tensor is unused.
 
         Returns:
-            Probabilities in the dtype of `q`, [some of documents * groups, queries, keys], and the
-            tensor to save: the probabilities, or in training for a block that is not `is_kept` the
-            largest score of each query.
+            Probabilities in the dtype of `q`, [groups, queries, keys] by the slices of these names,
+            which select from `q` and `k`; and the tensor to save: the probabilities, or in training
+            for a block that is not `is_kept` the largest score of each query.
         """
         q = q[self.groups, self.queries]
         k = k[self.groups, self.keys]
@@ -337,8 +341,9 @@ class _Products:
     def restore_probabilities(self, saved: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
         """Return the attention probabilities again, up to rounding, in backward.
 
-        The product subtracts the largest score of each query, by another column, before it rounds
-        scores to bfloat16: those that matter are then near zero.
+        Those of a block that `is_kept` are `saved` itself. For others, the product subtracts the
+        largest score of each query, by another column, before it rounds scores to bfloat16: those
+        that matter are then near zero.
 
         Args:
             saved: Tensor to save that `compute_probabilities` returned.

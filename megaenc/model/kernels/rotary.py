@@ -28,9 +28,10 @@ def rotary_kernel(
 ):
     """Write the heads of `x` rotated by SIGN, 1 or -1, times the angles to `out`.
 
-    A program (token, block) rotates ROWS heads of one token. `x` points to [tokens, heads, 2 half],
-    with strides in elements from token to token and from head to head; `out` is contiguous. `cos`
-    and `sin` of the angles are float32[tokens, half]. COLUMNS is at least `half`.
+    A program (token, block) rotates ROWS heads of one token, column i together with column i +
+    `half`. `x` points to [tokens, heads, 2 half], with strides in elements from token to token and
+    from head to head; `out` is contiguous. `cos` and `sin` of the angles are float32[tokens, half].
+    COLUMNS is at least `half`.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -50,8 +51,8 @@ def rotary_kernel(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """Return heads [S, 1, heads, dim] rotated by `sign` times the angles.
 
-    The tensor is new. It has no gradient: `megaenc.model.functional.Rotation` calls it in both
-    passes.
+    Element i of a head is rotated together with element i + dim / 2. The tensor is new and has the
+    dtype of `x`. It has no gradient: `megaenc.model.functional.Rotation` calls it in both passes.
 
     Args:
         cos: Cosines of the angles, contiguous float32[S, 1, 1, dim / 2].
@@ -97,10 +98,11 @@ def qkv_rotary_kernel(
 ):
     """Copy heads of `mixed` to q, k and v, or back if BACKWARD.
 
-    A program (token, block) copies ROWS heads of one token. q and k are rotated, backward by the
-    negative angles. `mixed`, [tokens, heads, 2 half], has for each of `groups` groups `per_group`
-    queries, a key and a value: `heads` is groups * (per_group + 2). All tensors are contiguous.
-    `cos` and `sin` are float32[tokens, half]. COLUMNS is at least `half`.
+    A program (token, block) copies ROWS heads of one token. q and k are rotated, column i together
+    with column i + `half`, backward by the negative angles. `mixed`, [tokens, heads, 2 half], has
+    for each of `groups` groups `per_group` queries, a key and a value: `heads` is groups *
+    (per_group + 2). All tensors are contiguous. `cos` and `sin` are float32[tokens, half]. COLUMNS
+    is at least `half`.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -149,7 +151,8 @@ def copy_qkv(
 ) -> None:
     """Copy the joint projection to q, k and v, with q and k rotated, or back.
 
-    All tensors are contiguous (not checked); the destination is overwritten. There is no gradient.
+    q and k are rotated as by `rotate`. All tensors are contiguous (not checked); the destination is
+    overwritten. There is no gradient.
 
     Args:
         mixed: [S, G, R + 2, dim].

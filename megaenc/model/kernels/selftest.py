@@ -68,12 +68,12 @@ def check_kernel(
 ) -> SelfTestResult:
     """Return the result of testing a Triton kernel against float64 on this rank.
 
-    An exception, also that of an unknown `name`, is a failure with `available` False. Torch's
+    An exception, also that of an unknown `name`, is a failed result with `available` False. Torch's
     global generators are not used.
 
     Args:
         name: Key of CHECKS, which is a field of FusedKernels.
-        dtype: Dtype of activations and weights, a key of TOLERANCE; another one is a KeyError.
+        dtype: Dtype of activations and weights, a key of TOLERANCE; another one raises KeyError.
         widths: Widths of the model, which are tested next to others.
     """
     worst = SelfTestResult(name, True, 0.0, TOLERANCE[dtype], "")
