@@ -120,8 +120,9 @@ def describe_exit_code(code: int) -> str:
 def exit_on_sigterm() -> Iterator[None]:
     """Make SIGTERM (code 143) and SIGHUP (129) exit through `finally` clauses.
 
-    This holds during the `with` block. SIGHUP is sent when a terminal closes, and stays ignored if
-    it is, as under nohup. Shell and kernel both send SIGHUP: only its second one is ignored.
+    This holds during the `with` block; then the handlers are those from before. SIGHUP is sent when
+    a terminal closes, and stays ignored if it is, as under nohup. A second SIGHUP is ignored,
+    because shell and kernel both send one.
 
     Raises:
         ValueError: This is not the main thread.
@@ -143,9 +144,9 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 class ChildProcess:
-    """Child process in its own session, started at once.
+    """Child process in its own session, started at once with an empty standard input.
 
-    Ctrl-C does not reach it, and `kill` reaches all its processes. Its standard input is empty.
+    Ctrl-C does not reach it, `terminate` reaches only it, and `kill` all processes of the session.
 
     Args:
         command: Command by `with_pdeathsig`, so that it ends with this process.

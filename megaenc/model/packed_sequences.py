@@ -64,11 +64,12 @@ class PackedSequences(PackedSeqParams):
 
     Built by `from_cu_seqlens`: `documents` are (start, stop) in the row, `attention` is their mask,
     and `prefixes` are prefix lengths, empty except under Attention.PREFIX (`prefix_rows` has them
-    for kernels). A caller that wants dropout then sets `dropout_keys`, and `Encoder.forward` adds
-    `rotation`, `local_rotation` and `output_rows` in a copy; they are None before. Backends keep
-    derived data in `cache`. It is passed to the core attention as `packed_seq_params`, which,
-    unlike `attention_mask`, reaches it in every recompute mode. `qkv_format` stays "sbhd", so that
-    megatron-core's SelfAttention does not change the layout.
+    for kernels); `spans` combines these three. A caller that wants dropout then sets
+    `dropout_keys`, and `Encoder.forward` adds `rotation`, `local_rotation` and `output_rows` in a
+    copy; they are None before. Backends keep derived data in `cache`. It is passed to the core
+    attention as `packed_seq_params`, which, unlike `attention_mask`, reaches it in every recompute
+    mode. `qkv_format` stays "sbhd", so that megatron-core's SelfAttention does not change the
+    layout.
     """
 
     attention: Attention = Attention.BIDIRECTIONAL

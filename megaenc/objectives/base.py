@@ -129,12 +129,12 @@ def option(
 class Objective(ABC):
     """Base class of training objectives.
 
-    An objective has a vocabulary and options; its `targets` chooses the inputs, predictions and
-    labels of a pack, which is a row of documents. A subclass is a frozen dataclass with the class
-    attributes `name` and `attention` (and `shift`, `classes`), and the method `targets`; its fields
-    after `vocabulary` are the options, declared with `option`. The constructor checks them; a
-    `__post_init__` with more checks calls that of this class. `megaenc.objectives.register` as its
-    decorator makes a schedule find it by `name`.
+    A subclass is a frozen dataclass with the class attributes `name`, `attention`, `shift`
+    (distance from a prediction to its token, by default 0) and `classes` (number of classes of the
+    labels; 0, the default: they are tokens), the method `targets`, and `files` if that reads any.
+    Its fields after `vocabulary` are the options, declared with `option`. The constructor checks
+    them; a `__post_init__` with more checks calls that of this class. `megaenc.objectives.register`
+    as its decorator makes a schedule find it by `name`.
 
     Raises:
         OptionError: An option has a wrong value.

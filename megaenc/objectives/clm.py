@@ -28,9 +28,9 @@ class CausalLanguageModeling(Objective):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of one pack, whose inputs are unchanged.
 
-        `inputs` is the pack's own array. Labels are text tokens and `eos_id`, never the first token
-        of a document. Each is predicted at the position before it. `weights` and `count` are None;
-        `randomness` is not used.
+        `inputs` is the pack's own array. `labels` has only the predicted tokens: text tokens and
+        `eos_id`, never the first token of a document. `predict_at` has the position before each.
+        `weights` and `count` are None; `randomness` is not used.
         """
         is_predicted = text_token_mask(self.vocabulary)[pack.tokens]
         if self.vocabulary.eos_id is not None:

@@ -52,7 +52,7 @@ class MaskedDiffusion(Objective):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of one pack.
 
-        Hidden tokens are predicted at their own position, with 1 / (the document's ratio) as
+        Only hidden tokens are predicted, at their own position, with 1 / (the document's ratio) as
         weight; `count` is the number of tokens that are not special.
         """
         lengths = np.diff(pack.cu_seqlens)

@@ -120,13 +120,17 @@ class Masking(Objective):
 
     @abstractmethod
     def eligible(self, pack: Pack) -> np.ndarray:
-        """Return which of the pack's T tokens may be hidden and predicted, bool[T]."""
+        """Return which of the pack's T tokens may be hidden and predicted, bool[T].
+
+        Each objective implements it: `mlm` leaves out special tokens, `mntp` also the first token
+        of each document.
+        """
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         """Return the Targets of one pack, without weights.
 
-        Drawn tokens, which are hidden, random or kept in the input, are predicted `shift` positions
-        earlier (`Objective.shift`).
+        Only drawn tokens, which are hidden, random or kept in the input, are predicted, `shift`
+        positions earlier (`Objective.shift`).
         """
         (positions,) = self._choose_tokens(pack, randomness).nonzero()
         labels = pack.tokens[positions]

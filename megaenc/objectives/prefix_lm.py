@@ -48,8 +48,8 @@ class PrefixLanguageModeling(Objective):
         """Return the Targets of one pack, with a random prefix per document.
 
         Its length is in `Targets.prefixes`. Text tokens after the prefix, never the first of a
-        document, are predicted at the position before them. Inputs are unchanged. A cut piece of a
-        document counts as one.
+        document, are predicted at the position before them. `inputs` is the pack's own array. A cut
+        piece of a document counts as one.
         """
         lengths = np.diff(pack.cu_seqlens).astype(np.int64)
         fractions = self.low + (self.high - self.low) * randomness.uniforms("prefix", len(lengths))

@@ -84,6 +84,7 @@ class Phase:
 
     Each step trains one of `choices`, drawn by weight, or, if `is_sum`, all of them on the same
     packs. `index` is the phase's place in the schedule, from 0. `len` is the number of steps.
+    `objective` gives a choice the options of a step. `Schedule.build` makes phases.
     """
 
     index: int
@@ -160,7 +161,8 @@ class Schedule:
     """Objective schedule of a run, by `build`.
 
     Its `phases` cover the steps 1..train_iters in order; `seed` is that of the draws from mixtures.
-    All methods are pure functions.
+    `objectives` has those that a step trains, and `phase_at` its phase. All methods are pure
+    functions.
     """
 
     phases: tuple[Phase, ...]

@@ -151,8 +151,7 @@ def copy_qkv(
 ) -> None:
     """Copy the joint projection to q, k and v, with q and k rotated, or back.
 
-    q and k are rotated as by `rotate`. All tensors are contiguous (not checked); the destination is
-    overwritten. There is no gradient.
+    They are rotated as by `rotate`. All tensors are contiguous (not checked). There is no gradient.
 
     Args:
         mixed: [S, G, R + 2, dim].

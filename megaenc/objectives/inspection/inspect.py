@@ -28,10 +28,10 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 class InspectConfig:
     """Flags of `megaenc data inspect`: corpus, tokenizer, objective and pack to show.
 
-    Each field is a flag. `prefix` is the path of the corpus, `tokenizer` its tokenizer, "" to show
-    no pack, and `pack` the number from 0 of the one to show under `objective`. Packs are those that
-    `megaenc pretrain` reads with the same `seq_length`, `packing`, `data_order`, `seed` and
-    `split`.
+    Each field is a flag, except for the positional argument `prefix`, the path of the corpus
+    without extension. `tokenizer` is that of the corpus, "" to show no pack, and `pack` the number
+    from 0 of the one to show under `objective`. Packs are those that `megaenc pretrain` reads with
+    the same `seq_length`, `packing`, `data_order`, `seed` and `split`.
     """
 
     prefix: Annotated[str, Positional, arg(metavar="PREFIX")]

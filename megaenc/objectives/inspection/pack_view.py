@@ -69,7 +69,7 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class DecodedPack:
-    """Pack decoded under an objective.
+    """Pack decoded under an objective, by `decode_pack`.
 
     It has the `pack`, the `objective`, the `targets` that the objective makes of the pack, and in
     `pieces` the TokenSpans of each document.

@@ -31,7 +31,8 @@ class Collocations:
 
     tokens: int32[C, 5], padded with -1; pmi: float32[C], in nats; counts: int64[C], occurrences in
     the corpus; facts: their origin, such as `tokenizer` and `corpus` (fingerprints) and `tokens`
-    (the number of tokens that were counted, without special ones).
+    (the number of tokens that were counted, without special ones). `select_collocations` makes
+    them, `save` writes them, and `load_collocations` reads them again.
     """
 
     tokens: np.ndarray
@@ -72,10 +73,11 @@ class TrieLevel(NamedTuple):
 
 
 class CollocationMatcher:
-    """Trie that finds Collocations in tokens by exact keys; `match` returns them.
+    """Trie that finds Collocations in tokens by exact keys.
 
-    It is built from `collocations`, such as those of `load_collocations`. `levels` has a TrieLevel
-    for each length from 2 on.
+    It is built from `collocations`, such as those of `load_collocations`. `match` returns first
+    positions and lengths of those in a row of tokens, without overlap. `levels` has a TrieLevel for
+    each length from 2 on.
     """
 
     def __init__(self, collocations: Collocations) -> None:

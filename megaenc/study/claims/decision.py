@@ -37,7 +37,8 @@ class TestScope:
     """Models that a claim is tested on, and the noise between pretraining runs.
 
     `judge` builds two of the same `models` for each claim: one with `noise` None, for these trained
-    models, and one with a RunNoise, for another pretraining run of the same recipes.
+    models, and one with a RunNoise, for another pretraining run of the same recipes. `compare`
+    tests contrasts with this noise.
     """
 
     __test__ = False  # pytest collects classes by name
@@ -83,6 +84,7 @@ class PendingVerdict:
     after correction. `families` has a pooled Comparison per task family; it is empty for a single
     one, and `decisive` then has the comparisons that may contradict the outcome. `note` is text for
     the reason, `requirement` the results that the test needs, "" for the claim's usual ones.
+    `decide` returns the verdict by the corrected p.
     """
 
     comparisons: list[Comparison] = field(default_factory=list)
@@ -140,7 +142,7 @@ def format_difference(difference: float, unit: Unit = "points") -> str:
     NaN in points becomes `+nan points`.
 
     Args:
-        difference: Difference in `unit`; one point is 0.01 of a score from 0 to 1.
+        difference: Difference in `unit`, printed as it is; a point is 0.01 of a score from 0 to 1.
         unit: "share" is printed as `of both variances`, the others as they are.
     """
     return f"{difference:+.2f} {'of both variances' if unit == 'share' else unit}"
