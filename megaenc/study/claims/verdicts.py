@@ -31,12 +31,12 @@ class Verdict:
     """Outcome and reasons of a claim, or of a part of one, as `judge` returns it.
 
     `claim` is its number, `part` a letter or "", with a `title` and a `question`. `verdict` is the
-    outcome for these trained models, `another_run` that for another pretraining run of the same
-    recipes; `reason` are sentences on them. `comparisons` are single ones; `families` (pooled by
-    task family) and `overall` (over all) may be empty and None. `p_adjusted` of `comparisons` and
-    of `families` is corrected over each list, that of `overall` over the claims, as is
-    `p_another_run`, NaN if unknown. For `no data` the lists are empty, `overall` is None, and
-    `reason` names the missing results.
+    outcome for these trained models: `holds`, `reversed`, `mixed`, `not resolved` or `no data`.
+    `another_run` is that for another pretraining run of the same recipes; `reason` are sentences on
+    both. `comparisons` are single ones; `families` (pooled by task family) and `overall` (over all)
+    may be empty and None. `p_adjusted` of `comparisons` and of `families` is corrected over each
+    list, that of `overall` over the claims, as is `p_another_run`, NaN if unknown. For `no data`
+    the lists are empty, `overall` is None, and `reason` names the missing results.
     """
 
     claim: int
@@ -77,9 +77,10 @@ class Verdict:
 class StudyClaim:
     """Claim, or a part of one, with its question and the test that decides it.
 
-    `test` takes a TestScope and returns a PendingVerdict. The other fields are text: `name`, such
-    as 1a, `title`, `question` (in which `judge` replaces `{mlm}` by the name of MLM at the
-    reference ratio), and `requirement`, the results that the test needs.
+    `test` takes a TestScope and returns a PendingVerdict, without comparisons if results are
+    missing. The other fields are text: `name`, such as 1a, `title`, `question` (in which `judge`
+    replaces `{mlm}` by the name of MLM at the reference ratio), and `requirement`, the results that
+    the test needs.
     """
 
     name: str

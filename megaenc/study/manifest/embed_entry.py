@@ -25,9 +25,10 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,179}")
 class EmbedEntry:
     """Manifest section `embed`: retrieval sets, training pairs, seeds and flags.
 
-    `datasets` are BEIR directories, as PATH or NAME=PATH, or demo_ir, for evaluation; `train` are
-    pairs, "" for no training, which is done with `seeds` seeds by the flags `training`. `bm25` also
-    ranks by BM25.
+    `datasets` are BEIR directories, as PATH or NAME=PATH, or demo_ir, for evaluation. `train` is
+    the path of training pairs (a file, SQuAD JSON or a BEIR directory), or demo_ir; "" is no
+    training. `seeds` is the number of trainings with the flags `training` (ContrastiveConfig).
+    `bm25` also ranks by BM25.
     """
 
     datasets: tuple[str, ...] = ()
@@ -49,7 +50,10 @@ class EmbedEntry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names that `datasets` have in results, in their order."""
+        """Return the names that `datasets` have in results, in their order.
+
+        They are those of `dataset_result_name`.
+        """
         return tuple(map(dataset_result_name, self.datasets))
 
 

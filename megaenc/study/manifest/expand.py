@@ -42,12 +42,13 @@ class ManifestEntry:
 
     Fields are the item's keys, except `place`, its location for error messages. Lists are `size`
     (names), `steps`, `clm_share` (fractions) or `clm_steps`, `mask` (fractions), `after` (names of
-    models to continue), `peak_rate` and `seed`. `steps`, and `size` or `after`, must not be empty;
-    other empty lists stand for no CLM, no MLM or the flag's value. `schedule` replaces shares and
-    mask by an --objective-schedule, unless it is "". `checkpoints` are steps that are evaluated
-    too, `pretrain` has flags for these models only. `name` replaces the derived one, `group` is
-    that of the costs, `evaluate` is False for a model that is only continued, and `inferred` marks
-    a recipe that is a guess.
+    models to continue), `peak_rate` and `seed`. `steps` and `seed` must not be empty, nor `mask`
+    if there is MLM; either `size` or `after` is set. With `after`, the lists of CLM are empty and
+    `seed` is the default. Otherwise an empty list stands for no CLM, or for the flag's value.
+    `schedule` is an --objective-schedule in place of `mask` and of CLM, or "". `checkpoints` are
+    steps before the decay that are evaluated too, `pretrain` has flags for these models only.
+    `name` replaces the derived one, `group` is that of the costs, `evaluate` is False for a model
+    that is only continued, and `inferred` marks a recipe that is a guess.
     """
 
     size: tuple[str, ...] = ()
@@ -94,12 +95,13 @@ class PlannedModel:
     """Model of a study: the end of one pretraining run, as built by `expand_models`.
 
     `name` and `key` (ModelKey) identify it; `distinguishing_flags` is text on what the key cannot
-    tell. `config` is that of the run without `schedule` and steps, `flags` those of `megaenc
-    pretrain` behind it. `phases` are those of the schedule; `warmup` and `decay` are numbers of
-    steps, at the start and at the end of the run. Steps in `checkpoints` count from 1 in the run,
-    without the steps of the parent, the model named `after`, whose weights are continued ("": new
-    weights). `evaluate` is whether the end is evaluated; `checkpoints` are evaluated too. `group`
-    is that of its cost; `inferred` is whether its recipe is a guess.
+    tell. `flags`, those of `megaenc pretrain`, and `config`, made of them, do not tell schedule,
+    steps, seed, warm-up, decay, start and output. `schedule` is the --objective-schedule, `phases`
+    are its PhaseWorks; `warmup` and `decay` are numbers of steps at the start and the end of the
+    run. `checkpoints` are steps before the decay that are evaluated too. They count from 1 in the
+    run, without the steps of the parent, the model named `after`, whose weights are continued ("":
+    new weights). `evaluate` is whether the end is evaluated. `group` is that of its cost;
+    `inferred` is whether its recipe is a guess.
     """
 
     name: str

@@ -31,7 +31,7 @@ _PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Flags of `megaenc study plan`, each a field.
+    """Flags of `megaenc study plan`, each a field; only `manifest` is positional.
 
     `manifest` is the YAML file, `picture` an image to draw, "" for none, and `data` the directory
     of relative data paths, "" for that of the manifest.

@@ -73,10 +73,11 @@ SCORES = "scores.csv"
 class ReportConfig:
     """Options of `megaenc study report`.
 
-    Each field is a flag. Paths are text, by default empty, but `output` is "report" by default.
-    `results` is required unless `published` is set, which allows no `manifest`, `results` or
-    `runs`; `build_report` checks this. `interval` is "normal" or "t", `run_noise` has
-    FAMILY=POINTS, () to estimate them, and `about` has facts for the page as NAME=TEXT.
+    Each field is a flag, but `manifest` is positional. Paths are text, by default empty, but
+    `output` is "report" by default. `results` is required unless `published` is set, which allows
+    no `manifest`, `results` or `runs`; `build_report` checks this. `interval` is "normal" or "t",
+    `run_noise` has FAMILY=POINTS, () to estimate them, and `about` has facts for the page as
+    NAME=TEXT.
     """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
