@@ -51,12 +51,13 @@ class Score:
 
     Scores are fractions, from 0 or, of correlations, from -1 to 1. `model` is the name, `model_key`
     None outside the study, `family` the value of a TaskFamily or ZS, `dataset` a name or AVERAGE.
-    `mean` and `seed_scores`, by seed, are at the `learning_rate` that was chosen on validation,
-    `rate_scores`, by rate and seed, at all rates; both mappings are empty for published tables.
-    `half_width` is half the 95 % interval over fine-tuning seeds; None for a single seed.
-    `baseline` is a trivial prediction's score, or None. The fields on runs count collapsed, ended
-    and planned ones. `members` has the scores behind an average; it is empty for data sets and
-    published averages.
+    `mean` and `seed_scores`, by seed, are at the `learning_rate` chosen on validation (None for
+    averages), `rate_scores`, by rate and seed, at all rates; for published tables, the rate is None
+    and both mappings are empty. `half_width` is half the 95 % interval over fine-tuning seeds; None
+    for a single seed. `baseline` is a trivial prediction's score, or None. `planned_runs` (0:
+    unknown), `ended_runs` and `collapsed_runs` count runs at all rates, `collapsed_at_rate` counts
+    collapsed ones at the chosen rate; `failed_seeds`, by rate, are seeds with a NaN loss. `members`
+    has the scores behind an average; it is empty for data sets and published averages.
     """
 
     model: str

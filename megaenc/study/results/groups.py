@@ -149,7 +149,11 @@ def is_continued(model_key: ModelKey) -> bool:
 
 
 def is_mlm_from_scratch(model_key: ModelKey) -> bool:
-    """Return whether a finished model was trained with MLM only, at one mask ratio."""
+    """Return whether a finished model was trained from scratch with MLM only.
+
+    The key must have no `schedule`, which is not checked: that of MNTP, or of MLM with a changing
+    mask ratio, gives True too.
+    """
     steps_of_others = model_key.clm_steps + model_key.cpt_mlm_steps
     return model_key.decayed and bool(model_key.mask_ratio) and not steps_of_others
 
