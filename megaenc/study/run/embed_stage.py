@@ -99,7 +99,10 @@ class EmbedData:
 class EmbedStage(StageRunner):
     """Stage of `megaenc embed`: zero-shot retrieval of an exported model.
 
-    The model is evaluated, then trained on pairs and evaluated again for each seed.
+    The model is evaluated, then trained on pairs and evaluated again for each seed. `build_graph`
+    builds the stage from `data` (EmbedData), which all stages share, from the manifest's `flags` of
+    contrastive training, and from the `seconds` planned for such a training with its evaluation, 0
+    if unknown.
 
     STUDY/embed/NAME/pretrained.json    scores of the exported model
     STUDY/embed/NAME/seed-S             model after contrastive training with seed S

@@ -11,8 +11,10 @@ from megaenc.study.run.stage_log import log_path, read_attempts, total_seconds
 class EtaEstimator:
     """Estimator of the seconds that the stages of a study still take.
 
-    The duration of a stage is that of logged stages of the same kind by amount of work, or else its
-    `planned_seconds`, less the completed fraction.
+    `EtaEstimator(stages, study)` reads the logs of the stages that are done; `record_progress` and
+    `record_duration` add what happens later. The estimates are `remaining_seconds` and
+    `longest_chains`. The duration of a stage is that of logged stages of the same kind by amount of
+    work, or else its `planned_seconds`, less the completed fraction.
     """
 
     def __init__(self, stages: Iterable[StageRunner], study: Path) -> None:

@@ -72,9 +72,10 @@ class LabelledData:
 class FinetuneStage(StageRunner):
     """Stage of `megaenc finetune grid`: an exported model on one training set.
 
-    `flags` are the grid's flags in the manifest, with the data sets of `training`; `protocol` and
-    `data` are the same for all stages. `jobs` is the number of parallel runs, 0 for as many as the
-    machine has room for; `run_seconds` the planned seconds per run, 0 if unknown.
+    `build_graph` builds it. `flags` are the grid's flags in the manifest, with the data sets of
+    `training` (TrainingSet); `protocol` (FinetuneConfig) and `data` (LabelledData) are the same for
+    all stages. `jobs` is the number of parallel runs, 0 for as many as the machine has room for;
+    `run_seconds` the planned seconds per run, 0 if unknown.
     """
 
     training: TrainingSet

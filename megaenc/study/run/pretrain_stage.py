@@ -47,10 +47,12 @@ _TAIL_BYTES = 8192  # bytes at the end of metrics.jsonl that contain the last ro
 class PretrainStage(StageRunner):
     """Stage of `megaenc pretrain` that trains `model`, or its steps after a branch.
 
-    If `start` is "branch", it trains the steps after `branch_step` of `parent`; else all of the
-    model's run, from "new" weights or those of the parent's end ("weights"). `checkpoint_steps` are
-    steps before the last whose checkpoints are kept for branches and exports; `cost` is that of its
-    own steps.
+    `build_graph` builds it. If `start` is "branch", it trains the steps after `branch_step` of the
+    run `parent`; else all of the model's run, from "new" weights or those of the parent's end
+    ("weights"). `checkpoint_steps` are steps before the last whose checkpoints are kept for
+    branches and exports; `cost` (TrainingCost) is that of its own steps. `processes` train
+    together, with `launcher` as torchrun's rendezvous arguments. `data_flags`, data_path and
+    tokenizer, replace those of `model`; `has_study_corpus` is whether the study builds its corpus.
     """
 
     model: PlannedModel

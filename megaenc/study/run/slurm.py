@@ -41,7 +41,7 @@ class StageTask:
     """Callable of a Slurm job that runs one stage on one or several machines.
 
     submitit pickles it, calls it on each of the `machines`, and requeues it at a timeout. A failed
-    stage raises RuntimeError.
+    stage raises RuntimeError, stale output InputError.
     """
 
     stage: StageRunner
@@ -124,8 +124,8 @@ class StageTask:
     def checkpoint(self) -> Any:
         """Terminate the child processes and return a submission to requeue.
 
-        submitit calls it at timeout or preemption. The result is its DelayedSubmission of this
-        task.
+        submitit calls it at timeout or preemption. The children get SIGTERM and up to 80 s to save.
+        The result is submitit's DelayedSubmission of this task.
         """
         from submitit.helpers import DelayedSubmission
 

@@ -57,8 +57,10 @@ class StageRunner:
 
     `name` is that of the model, checkpoint or corpus, and of the output directory. A subclass sets
     `kind`, `subfolder` (of the study, for the output) and `unit` (of `progress`), and implements
-    `remaining_commands` and `progress`. An instance only describes the stage; its state is that of
-    the files.
+    `remaining_commands` and `progress`. It may override `needs` (ids of the stages that must be
+    done before, by default none), `processes` (number that train together, 1), `work` (amount that
+    run times are proportional to, 1.0), `planned_seconds` (30.0; None: unknown), `prepare` and
+    `check`. An instance only describes the stage; its state is that of the files.
     """
 
     study: Path
@@ -193,7 +195,7 @@ class StaleArtifactError(InputError):
     """InputError for a directory that does not match the manifest or its inputs.
 
     The message is `DIRECTORY: REASON; undo the change, remove REMOVE, or choose another --output`.
-    `reason` has no full stop; `remove` is a noun phrase.
+    `reason` has no full stop; `remove` is a noun phrase. `directory` and `reason` are attributes.
     """
 
     def __init__(
@@ -286,7 +288,7 @@ class CorpusStage(StageRunner):
     """Stage that trains the study's tokenizer and tokenizes its corpus.
 
     The corpus is the files or directories `text`, or the demo corpus if `demo` is True and `text`
-    is empty.
+    is empty. `vocab_size` is that of the tokenizer. `build_graph` builds the stage.
     """
 
     name: str = CORPUS
@@ -409,8 +411,9 @@ def compute_size(path: Path) -> int | None:
 class ExportStage(StageRunner):
     """Stage of `megaenc convert to-hf`: export of the checkpoint at `step` of `run`.
 
-    `run` is the run's name, which may be another model's if steps are shared. The export has a
-    certificate, conversion.json.
+    `build_graph` builds it. `name` and `key` (ModelKey) are those of the checkpoint. `run` is the
+    run's name, which may be another model's if steps are shared. The export has a certificate,
+    conversion.json.
     """
 
     key: ModelKey

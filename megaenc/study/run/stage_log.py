@@ -74,6 +74,9 @@ def lock_stage(study: Path, stage: str) -> contextlib.AbstractContextManager[boo
     Args:
         study: Study directory.
         stage: Id of the stage.
+
+    Raises:
+        InputError: On entry, the lock's file cannot be created.
     """
     return try_lock(study / ".locks" / stage)
 

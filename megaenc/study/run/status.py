@@ -38,7 +38,12 @@ _REFRESH_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class StatusConfig:
-    """Flags of `megaenc study status`."""
+    """Flags of `megaenc study status`, each a field; only `manifest` is positional.
+
+    `manifest` is the YAML file, `output` the study directory, which is required, and `data` the
+    directory of relative data paths, "" for that of the manifest. `only` limits the stages
+    (`select_stages`); () shows all.
+    """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
     """The study as a YAML file, such as configs/study/mini.yaml."""
@@ -55,9 +60,10 @@ class StatusConfig:
 class StatusRow:
     """State of one stage, a row of the table.
 
-    `stage` is the id; `progress` text such as `120 of 300 steps`, and `fraction` the same from 0 to
-    1. `seconds` is the total duration of all attempts. `reason` is that of a failure, the stages
-    that it waits for, or the number of runs without a score; else "".
+    `stage` is the id, `state` "failed", "running", "waiting" or "done". `progress` is text such as
+    `120 of 300 steps`, and `fraction` the same from 0 to 1. `seconds` is the total duration of all
+    attempts. `reason` is that of a failure, the stages that it waits for, or the number of runs
+    without a score; else "".
     """
 
     stage: str
