@@ -196,10 +196,14 @@ def is_clm_only(key: ModelKey) -> bool:
 class Comparison:
     """Tested score difference, left less right, on one data set or pooled.
 
-    `compare_contrasts` builds it. `left` and `right` name the sides; `difference` and its 95 %
-    interval, `low` to `high`, are in `unit`, `test` is in fractions (or in `unit`, if that is not
-    points). `p` is two-sided and uncorrected, NaN if the chance variation is unknown. `p_adjusted`
-    equals it and `verdict` is "not resolved" until they are set by `adjust_comparisons`.
+    `compare_contrasts` builds it. `left` and `right` name the sides, `where` what they share;
+    `family` is "" and `dataset` "all" if several are pooled. `difference` and its 95 % interval,
+    `low` to `high`, are in `unit` ("points", "SD" or "share"), `test` (TestResult) is in fractions
+    (or in `unit`, if that is not points), and `effect` is Hedges' g or NaN. `p` is two-sided and
+    uncorrected, NaN if the chance variation is unknown. `p_adjusted` equals it and `verdict` is
+    "not resolved" until they are set by `adjust_comparisons`. `collapsed` names sides with
+    worthless predictions, `pretraining_runs` is the number of runs per side, and
+    `has_borrowed_variance` whether the variance between runs is that of other contrasts.
     """
 
     left: str
@@ -296,7 +300,10 @@ class Contrast:
 
     @property
     def pretraining_seeds(self) -> tuple[int, ...]:
-        """Return the pretraining seeds, sorted."""
+        """Return the pretraining seeds at which both sides have scores, sorted.
+
+        There is at least one.
+        """
         return tuple(sorted(self.terms))
 
     @property

@@ -44,9 +44,11 @@ class TestResult:
 
     The tests of this module build it. `difference` and the interval, `low` to `high`, are in the
     unit of the tested scores. `p` is two-sided, against 0; `p_above` and `p_below` are one-sided,
-    against a bound. All are NaN if the chance variation between seeds is unknown: for one seed, or
-    if all seeds agree. The interval then covers the test examples only, and is NaN without them.
-    `seed_count` is 0 if it is not one number.
+    against a bound. Of the tests over seeds, and over seeds and examples, the larger p and the
+    wider interval count. Each p is NaN if the chance variation between seeds is unknown: for one
+    seed, or if all seeds agree. The interval then covers the test examples only, and is NaN without
+    them. `components` (VarianceComponents) are the variances of `difference`. `seed_count` is 0 if
+    it is not one number.
     """
 
     difference: float

@@ -34,10 +34,10 @@ was estimated from."""
 class ScoreRows:
     """Summed scores of the left and the right side, by seed and by example.
 
-    `left` and `right` are float[S], in the unit of the scores times their weights, by pretraining
-    seed, or by fine-tuning seed if each contrast has only one run. `examples` are the weighted
-    differences of example scores, float[S, N], by (task family, data set), without data sets for
-    which a model has no example scores or another number of them.
+    `compare_contrasts` builds it. `left` and `right` are float[S], in the unit of the scores times
+    their weights, by pretraining seed, or by fine-tuning seed if each contrast has only one run.
+    `examples` are the weighted differences of example scores, float[S, N], by (task family, data
+    set), without data sets for which a model has no example scores or another number of them.
     """
 
     left: np.ndarray

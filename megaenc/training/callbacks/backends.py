@@ -40,7 +40,7 @@ def open_loggers(plan: Plan, run_dir: RunDir | None) -> list["BackgroundLogger"]
     """Return the started loggers that flags of `plan` request, on rank 0.
 
     They are for --tensorboard-dir and --wandb-project; the list is empty without these flags and on
-    other ranks. Call `submit` of each to log, first with "drop_rows_after".
+    other ranks. Call `submit` of each to log, first with "drop_rows_after", and `close` at the end.
 
     Args:
         run_dir: Directory that keeps the id of the Weights & Biases run; None without --save, for a
@@ -73,7 +73,7 @@ class TensorBoardLogger:
     Numbers are float64. `TensorBoardLogger(directory, run, config)` creates the directory of all
     files and raises InputError if another run has written there: `run` is the run's
     `identity_digest`, `config` its flags and metadata, JSON-ready. `drop_rows_after`, which opens
-    the first file, must be called before the other methods.
+    the first file, must be called before `log`, `flush` and `close`.
     """
 
     def __init__(self, directory: str, run: str, config: dict[str, Any]):
@@ -145,7 +145,8 @@ class WandbLogger:
 
     It is made from the monitoring flags, the run directory, the id of the W&B run, which is resumed
     if it exists, and the flags and metadata to show there. Without API key or network it logs to
-    files in --wandb-save-dir, or else the run directory, for `wandb sync`.
+    files in --wandb-save-dir, or else the run directory, for `wandb sync`. Its methods are those of
+    TensorBoardLogger.
     """
 
     def __init__(
@@ -236,8 +237,9 @@ class WandbLogger:
 class BackgroundLogger:
     """Background thread that builds a logger and makes queued calls of its methods.
 
-    The constructor starts it. Errors, also of `build`, are printed; they end the logger, not the
-    run, and later calls do nothing.
+    The constructor starts it, `submit` queues a call, and `flush` and `close` wait for those that
+    are queued. Errors, also of `build`, are printed; they end the logger, not the run, and later
+    calls do nothing.
 
     Args:
         name: Name of the logger in messages.
