@@ -108,11 +108,12 @@ class HardwareEntry:
 class Manifest:
     """Checked content of the manifest `path`, as of `read_manifest`.
 
-    `title` is that of the study. `models` has all models, parents before those that continue them.
-    Data paths in `models`, `finetune_flags` and `embed` are resolved; those in `corpus` and
-    `finetune` are as written, and relative ones start from `data_dir`. `finetune` and `embed` are
-    None if the manifest lacks the section; `training_sets` are the data sets to fine-tune on, and
-    `embed_flags` the flags of contrastive training that are set. `hardware` is for the costs.
+    `title` is that of the study. `models` has all PlannedModels, parents before those that continue
+    them. Data paths in `models`, `finetune_flags` and `embed` are resolved; those in `corpus`
+    (CorpusEntry) and `finetune` are as written, and relative ones start from `data_dir`. `finetune`
+    (GridConfig) and `embed` (EmbedEntry) are None if the manifest lacks the section;
+    `training_sets` (TrainingSet) are the data sets to fine-tune on, and `embed_flags` the flags of
+    contrastive training that are set. `hardware` (HardwareEntry) is for the costs.
     """
 
     path: Path

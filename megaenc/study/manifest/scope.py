@@ -20,10 +20,10 @@ class StudyScope:
     """Checkpoints, sizes, grid and data sets of a manifest; empty without a manifest.
 
     `model_keys` are of the evaluated checkpoints by name, `sizes` by ascending number of
-    parameters. `grid` is None if nothing is fine-tuned. `datasets` are (task family, data set)
-    pairs, with "" as family if only the data determines it. `retrieval_sets` are the data sets of
-    zero-shot retrieval; `contrastive_seeds` are the seeds of contrastive training, after each of
-    which these sets are evaluated again.
+    parameters. `grid` (GridSpec) has the learning rates and seeds of fine-tuning, or is None.
+    `datasets` are (task family, data set) pairs, with "" as family if only the data determines it.
+    `retrieval_sets` are the data sets of zero-shot retrieval; `contrastive_seeds` are the seeds of
+    contrastive training, after each of which these sets are evaluated again.
     """
 
     model_keys: Mapping[str, ModelKey] = field(default_factory=dict)

@@ -40,9 +40,10 @@ the branch step or 0.
 class StageGraph:
     """Stages of a study, as of `build_graph`, each after those that it needs.
 
-    `manifest` is that of the study. `runs`, branches too, are by name of the model at the end,
-    `exports` and `embeds` by name of the evaluated checkpoint, `grids` by stage id, as a checkpoint
-    has one for each training set. `corpus` is None if the study builds no corpus.
+    `manifest` is that of the study. `runs` (PretrainStage), branches too, are by name of the model
+    at the end, `exports` (ExportStage) and `embeds` (EmbedStage) by name of the evaluated
+    checkpoint, `grids` (FinetuneStage) by stage id, as a checkpoint has one for each training set.
+    `corpus` (CorpusStage) is None if the study builds no corpus.
     """
 
     manifest: Manifest

@@ -28,9 +28,10 @@ class TrainedRun:
     """Content of a run directory, without the logged steps of a branch's parent.
 
     `read_runs` builds it. `name` is that of the directory, `facts` the content of run.json, `steps`
-    the rows of metrics.jsonl, at least one, and `validations` those of validation.jsonl, empty
-    without it. A Row is a dict of one line. `start_progress` is a Row with step, tokens,
-    predicted_tokens and flops before the first step: those of a branch's parent there, else 0.
+    the rows of metrics.jsonl (of `read_steps`), at least one, and `validations` those of
+    validation.jsonl (of `read_validations`), empty without it. A Row is a dict of one line.
+    `start_progress` is a Row with step, tokens, predicted_tokens and flops before the first step:
+    those of a branch's parent there, else 0.
     """
 
     name: str
