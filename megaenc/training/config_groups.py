@@ -33,9 +33,9 @@ class DataConfig:
     weights, which `blend_temperature` (exponent of corpus sizes in a group) and `blend_max_epochs`
     (passes after which a corpus leaves) adjust; `seq_length` is the number of tokens of a pack, and
     `packing` says how documents are cut into packs. Only these five may differ between phases.
-    `tokenizer` is a directory or name, `split` has the shares of training, validation and test
-    documents; `data_order` says how documents are shuffled, `skip_packs` which packs are left out,
-    by position in the data order, such as 1200-1215.
+    `tokenizer` is a directory or name, `split` a text such as "99,1,0", the shares of training,
+    validation and test documents; `data_order` says how documents are shuffled, `skip_packs` which
+    packs are left out, by position in the data order, such as ("1200-1215", "1300").
     """
 
     data_path: tuple[str, ...] = setting((), NOT_IN_IDENTITY, BY_PHASE)
@@ -79,8 +79,9 @@ class OptimizerConfig:
     or muon; `muon_momentum` and `muon_num_ns_steps` are only for the last, `adam_beta1`,
     `adam_beta2` and `adam_eps` for all. `weight_decay` is multiplied by the learning rate;
     `no_weight_decay_norm_bias` leaves norms and biases out of it. `clip_grad` is the largest
-    gradient norm, 0 for no clipping; `freeze` names parts of the model that are not trained. Only
-    `weight_decay` and `freeze` may differ between phases.
+    gradient norm, 0 for no clipping; `freeze` names parts of the model that are not trained:
+    embedding, head, or layers such as layers.0-3. Only `weight_decay` and `freeze` may differ
+    between phases.
     """
 
     optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"

@@ -143,11 +143,12 @@ class Engine:
     """Model chunks and optimizer shard of one rank under megatron-core.
 
     All ranks construct it together, after `init_distributed`, from `plan` and backend; its weights
-    are drawn by the seed, unless `init_weights` is False. It trains the steps of `plan` and
-    evaluates. `chunks` are the rank's parts of the model in DistributedDataParallel, one unless
-    pipeline stages are interleaved; `optimizer` is megatron-core's, `shards` are the parts of their
-    weights that it updates, and `always_frozen` the indices in `shards` of weights that no phase
-    trains. Most methods are collective.
+    are drawn by the seed, unless `init_weights` is False. `train_step` trains a step of `plan`,
+    `evaluate` measures the loss on given packs. `chunks` are the rank's parts of the model in
+    DistributedDataParallel, one unless pipeline stages are interleaved; `optimizer` is
+    megatron-core's, `shards` are the parts of their weights that it updates, and `always_frozen`
+    the indices in `shards` of weights that no phase trains. `kernel_metadata` names the kernels in
+    use, `step_timers` (StepTimers) has the times of the last step. Most methods are collective.
     """
 
     def __init__(self, plan: Plan, backend: Backend, init_weights: bool = True):
@@ -545,7 +546,8 @@ class Engine:
         """Return the sums over all ranks under `objective` over packs 0 to `samples` - 1.
 
         All ranks call this together. Batches are those of the phase entered last, and masks are the
-        same in each call. Gradients are neither computed nor changed, and dropout is off.
+        same in each call. Gradients are neither computed nor changed, and dropout is off;
+        afterwards the model is in training mode.
 
         Args:
             packs: Data set.
@@ -689,9 +691,9 @@ def finalize_summed_grads(
 ) -> None:
     """Reduce gradients as megatron-core does, but leave them undivided sums.
 
-    It is a `finalize_model_grads_func`. `options` are passed on, `num_tokens` is ignored: the
-    optimizer's step divides by the number of tokens, which all ranks know without another
-    reduction.
+    It is a `finalize_model_grads_func`: all ranks call it together, and it changes gradients in
+    place. `options` are passed on, `num_tokens` is ignored: the optimizer's step divides by the
+    number of tokens, which all ranks know without another reduction.
     """
     finalize_model_grads(model, None, **options)
 

@@ -313,7 +313,8 @@ class PhasedSchedule:
     """Learning rate by step in a run whose phases have schedules of their own.
 
     `build_learning_rate` makes it. `parts` has a LearningRateSchedule for each phase, in order,
-    each over its `total` steps. Steps of a call count from 1 over all phases.
+    each over its `total` steps. It is called with a step, which counts over all phases, from 1 to
+    the sum of `total`.
     """
 
     parts: tuple[LearningRateSchedule, ...]

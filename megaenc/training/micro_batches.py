@@ -56,7 +56,7 @@ class TokenGroups:
     def find_ranges(self, positions: np.ndarray) -> np.ndarray:
         """Return whether each token is in each range of positions, bool[N, len(starts)].
 
-        The last range has no end.
+        Each token is in exactly one, as the last range has no end.
 
         Args:
             positions: Positions of the tokens in their documents, from 0, int[N].
@@ -104,7 +104,10 @@ class MicroBatch:
     `build_micro_batch` makes it. `tokens` is int64[1, S], `positions` int64[S], from 0 in each
     document; `packing` (PackedSequences) holds the documents' boundaries, `predictions`
     (Predictions) the N predicted positions and their labels. The last `fill_documents` documents
-    only fill the row. `loss_count` is this row's part of the divisor of the loss.
+    only fill the row. `loss_count` is this row's part of the divisor of the loss. With `groups`
+    (TokenGroups), `in_range`, bool[N, len(groups.starts)], tells the range of each predicted token,
+    and `corpus_spans` has the group and the number of predicted tokens of each pack, in order;
+    without groups they are None and ().
     """
 
     tokens: Tensor
@@ -235,6 +238,7 @@ class MicroBatchSpec(NamedTuple):
     """Named tuple of the arguments of `build_micro_batch`, in order, without `device`.
 
     Options have the same defaults. `samples` are a tuple, so that specs can be compared by ==.
+    `build` returns the MicroBatch.
     """
 
     packs: PackedDataset
@@ -262,8 +266,8 @@ class DataParallelSampler:
     Each of `size` ranks, of which this is `rank`, gets its part of a batch of `global_batch_size`
     packs; the first ranks may have one pack more. A part is cut into as few rows of at most
     `micro_batch_size` packs as possible, which differ by at most one pack, in a multiple of
-    `row_multiple` rows (1 by default). The first rows of all ranks follow each other in the batch,
-    then the second ones, and so on.
+    `row_multiple` rows (1 by default). `samples` returns the rows. The first rows of all ranks
+    follow each other in the batch, then the second ones, and so on.
     """
 
     global_batch_size: int
@@ -313,10 +317,10 @@ class DataParallelSampler:
 class Prefetcher:
     """Background thread that computes `build(key)` in advance.
 
-    It is made with `build` and, if its thread must be set up first, `set_up`. It is up to DEPTH
-    keys ahead of the one in use. Keys are compared by ==, and a wrong guess of the next ones only
-    costs the time of building them. The thread ends with the interpreter or when this object is
-    deleted.
+    It is made with `build` and, if its thread must be set up first, `set_up`. `iterate` yields the
+    values of keys in order; the thread is up to DEPTH keys ahead of the one in use. Keys are
+    compared by ==, and a wrong guess of the next ones only costs the time of building them. The
+    thread ends with the interpreter or when this object is deleted.
     """
 
     def __init__(

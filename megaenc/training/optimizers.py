@@ -467,6 +467,8 @@ def list_shards(
 ) -> list[WeightShard]:
     """Return a WeightShard for each weight of `chunks`, in the order of parameters.
 
+    Nothing is communicated.
+
     Args:
         chunks: This rank's model chunks.
         optimizer: Only element of `chained_optimizers` of `build_optimizer`'s result, which updates

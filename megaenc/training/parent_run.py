@@ -114,9 +114,9 @@ class ParentRun:
     """Run directory that another run starts from, as read by the constructor.
 
     The constructor takes the flag that names the run, such as --branch-from, for errors, the path
-    of its directory, and the --save of the new run. It raises InputError if the path is no run
-    directory, or equals --save. Attributes are `settings` (its flags), `identity` (what its weights
-    depend on, by name), `start` (its own starting point), `skipped` (its skipped packs),
+    of its directory, and the --save of the new run. It raises InputError if the path is no valid
+    run directory, or equals --save. Attributes are `settings` (its flags), `identity` (what its
+    weights depend on, by name), `start` (its own starting point), `skipped` (its skipped packs),
     `checkpoints` (CheckpointDir), `is_converted` (weights of a Hugging Face model without optimizer
     state) and `flag` (flag and path, the beginning of errors).
     """

@@ -50,8 +50,9 @@ REPLACES = {
 class BatchSizeSchedule:
     """Global batch size of each step in packs: a ramp-up, then `full`.
 
-    `build_batch_sizes` makes it. `starts` has the first sample, from 0, of each training step of
-    the ramp-up and of the first step with `full` packs: (0,) without a ramp-up.
+    `build_batch_sizes` makes it; `size` returns the packs of a step. `starts` has the first sample,
+    from 0, of each training step of the ramp-up and of the first step with `full` packs: (0,)
+    without a ramp-up.
     """
 
     full: int

@@ -57,7 +57,7 @@ class RunDir:
     context releases; under torchrun it waits up to two minutes for another holder. It raises
     InputError if another process keeps the lock, or the directory has files but not those of the
     run of `plan`. If the run is refused before `begin`, a new lock file and new, empty directories
-    are removed.
+    are removed. `begin` writes the files of the run, `append_row` adds a row of metrics.
     """
 
     def __init__(self, path: Path, plan: "Plan"):

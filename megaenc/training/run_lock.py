@@ -20,7 +20,7 @@ class RunLock(FileLock):
     It is held until `release` or the end of the process, so that only one run trains in the
     directory, which is created if missing. Only rank 0 creates one. The constructor raises
     InputError if another process holds the lock for `patience` seconds, 0 by default, or if it
-    cannot be acquired.
+    cannot be acquired; `check` raises one if the lock was lost since.
     """
 
     def __init__(self, directory: Path, patience: float = 0.0):

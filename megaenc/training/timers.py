@@ -23,10 +23,11 @@ SAVE = "save"
 class StepTimers:
     """Seconds spent in each part of a step on this rank, summed since creation.
 
-    `StepTimers()` begins at 0. `wall` has wall-clock time, `processor` the CPU time of this thread,
-    both by name of the part: DATA, FORWARD_BACKWARD, OPTIMIZER, EVALUATION or SAVE, 0 if it was not
-    measured. In both, FORWARD_BACKWARD contains DATA. Parts end when a step synchronizes the device
-    anyway: FORWARD_BACKWARD as its sums are read, OPTIMIZER at the gradient norm.
+    `StepTimers()` begins at 0, and `measure` adds to it. `wall` has wall-clock time, `processor`
+    the CPU time of this thread, both by name of the part: DATA, FORWARD_BACKWARD, OPTIMIZER,
+    EVALUATION or SAVE, 0 if it was not measured. In both, FORWARD_BACKWARD contains DATA. Parts end
+    when a step synchronizes the device anyway: FORWARD_BACKWARD as its sums are read, OPTIMIZER at
+    the gradient norm.
     """
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
 
     Raises:
         InputError: Data, directory or checkpoints do not fit, or too many steps were skipped, on
-            all ranks; or LocalInputError on one.
+            all ranks; or LocalInputError on one, while all others exit with code 2.
     """
     output = plan.settings.output
     save = Path(output.save) if output.save else None

@@ -104,10 +104,10 @@ class Validator:
 class ValidationPart:
     """Packs of one validation set, cut for a phase; `Validator` builds it.
 
-    `name` is empty for the phase's own held-out text. The first `samples` of `packs` are read, by
-    all ranks together. `groups` divides their tokens for losses by position and corpus.
-    `most_frequent` has the fraction of the most frequent label by text of the objective, None
-    without labels.
+    `score` measures a model on it. `name` is empty for the phase's own held-out text. The first
+    `samples` of `packs` are read, by all ranks together. `groups` divides their tokens for losses
+    by position and corpus. `most_frequent` has the fraction of the most frequent label by text of
+    the objective, None without labels.
     """
 
     name: str
@@ -125,9 +125,9 @@ class ValidationPart:
         """Return the scores of `engine` under one objective by name, equal on all ranks.
 
         All ranks call this together, after `Engine.enter_phase`. Scores are loss (nats per
-        predicted token), accuracy and most_frequent, each None without predictions, perplexity only
-        for a pseudo-perplexity, and losses as dicts, by_position and by_corpus, of
-        `TokenGroups.mean_losses`.
+        predicted token), accuracy, most_frequent and, only for a pseudo-perplexity, perplexity,
+        each None without predictions. The losses by_position and by_corpus, dicts as of
+        `TokenGroups.mean_losses`, are missing with tokens in fewer than two groups.
 
         Args:
             text: Text of `objective`, a key of `most_frequent`.

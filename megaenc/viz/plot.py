@@ -52,9 +52,10 @@ _LETTER = 0.0125  # width of a letter, as a fraction of the panel's width
 class PlotConfig:
     """Options of `megaenc plot`.
 
-    Each field is a flag: `run`, the run directories as texts; `output`, "loss.png" by default; and
-    `against`, the quantity on the x axis: step (the default), tokens, predicted_tokens or flops. At
-    least one run is required, which `write_plot` checks.
+    `run`, a tuple of paths of run directories, is positional; at least one is required, which
+    `write_plot` checks. The flags are `output`, a .png, .pdf or .svg file, "loss.png" by default,
+    which is replaced if it exists, and `against`, the quantity on the x axis: step (the default),
+    tokens, predicted_tokens or flops.
     """
 
     run: Annotated[tuple[str, ...], Positional, arg(metavar="RUN")]

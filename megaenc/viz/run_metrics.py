@@ -115,8 +115,8 @@ _PROGRESS = ("tokens", "predicted_tokens", "flops")
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
     """Return the checked rows of metrics.jsonl of a run directory, by ascending step.
 
-    They have step, objective, phase (its index), loss, learning_rate, tokens (read so far) and
-    step_seconds. A loss that was NaN or infinite is None; an unfinished last line is left out.
+    They have step, objective, phase (its index), loss (None if it was not finite), learning_rate,
+    tokens (read so far), step_seconds and any further ones. An unfinished last line is left out.
 
     Args:
         more: Further fields that each row must have, such as flops.

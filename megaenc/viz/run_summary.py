@@ -28,7 +28,7 @@ from megaenc.viz.run_metrics import (
 
 @dataclass(frozen=True)
 class RunSummaryConfig:
-    """Options of `megaenc summary`: `run`, the run directory, which is required."""
+    """Options of `megaenc summary`: the run directory `run`, positional and required."""
 
     run: Annotated[str, Positional, arg(metavar="RUN")]
     """run directory (--save of a pretraining run)"""

@@ -20,7 +20,7 @@ def compute_deviations(loss: float, recent: Sequence[float]) -> float:
     the median, so that equal losses leave room for rounding. Earlier spikes hardly change either.
 
     Args:
-        recent: One or more losses, in any order.
+        recent: One or more finite losses, in any order.
     """
     center = median(recent)
     spread = 1.4826 * median(abs(recent_loss - center) for recent_loss in recent)
@@ -30,9 +30,9 @@ def compute_deviations(loss: float, recent: Sequence[float]) -> float:
 class RecentLosses:
     """Recent losses of each objective, to which new ones are compared.
 
-    It is the same on all ranks, which add the same losses. `RecentLosses()` begins empty. The
-    attribute `state`, JSON-ready, is saved in checkpoints; `RecentLosses(state)` restores it. Up to
-    MAX_RECENT_LOSSES losses are kept of each objective.
+    `add` compares and keeps a loss; the newest MAX_RECENT_LOSSES of each objective are kept. All
+    ranks add the same losses, and nothing is communicated. `RecentLosses()` begins empty. The
+    attribute `state`, JSON-ready, is saved in checkpoints; `RecentLosses(state)` restores a copy.
     """
 
     def __init__(self, state: dict[str, Any] | None = None):

@@ -25,7 +25,8 @@ class MetricsLogger(Callback):
 
     Rank 0 writes them to the files of the run directory, to TensorBoard and Weights & Biases, and
     to a progress line on the console. All ranks build it together, from the trainer and the run
-    directory (None on ranks except 0 and without --save), and call `drop_rows_after` first.
+    directory (None on ranks except 0 and without --save), and call `drop_rows_after` first. The
+    callback's context shows the progress line, and closes the loggers at the end.
     """
 
     def __init__(self, trainer: "Trainer", run_dir: RunDir | None):

@@ -49,7 +49,10 @@ class Profiler(Callback):
             )
 
     def before_step(self, step: int) -> None:
-        """Start the profiler before the first chosen step that this run makes."""
+        """Start the profiler before the first chosen step that this run makes.
+
+        On ranks that are not chosen nothing is done.
+        """
         if self._is_profiled and step == self._first and not self._running:
             self._running = profile(
                 activities=[ProfilerActivity.CPU] + ([] if self._host else [ProfilerActivity.CUDA])
@@ -58,7 +61,10 @@ class Profiler(Callback):
         self._step = step
 
     def after_step(self, report: StepReport) -> None:
-        """Write trace and table after the last chosen step."""
+        """Stop the profiler, and write trace and table, after the last chosen step.
+
+        If the run ends before it, the end of the context does so.
+        """
         if report.step == self._last:
             self._finish()
 

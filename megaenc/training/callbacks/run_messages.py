@@ -85,8 +85,8 @@ def format_run_header(plan: Plan, backend: Backend, kernels: dict[str, Any], res
 def describe_frozen(settings: PretrainConfig) -> list[str]:
     """Return a line for each range of steps that freezes parts of the model.
 
-    A range has neighboring phases with the same parts. Many ranges are the first ones and a line
-    with the number of others.
+    A range has neighboring phases with the same parts. Of more than 6 ranges the list has the first
+    6 and a line with the number of the others; it is empty if nothing is frozen.
     """
     lines = []
     for parts, group in itertools.groupby(

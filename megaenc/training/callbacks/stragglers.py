@@ -84,6 +84,7 @@ class StragglerDetector(Callback):
         All ranks call this together. The first step of the process is not measured. Rank 0 prints a
         line for a rank that was slow in CONSECUTIVE_REPORTS consecutive reports, once until it is
         no longer slow. Of more than REPORTED_RANKS such ranks in a report, it only counts the rest.
+        Errors are those of `MetricsLogger.log`.
         """
         step = report.step
         engine = self.trainer.engine
@@ -152,7 +153,7 @@ def compare_ranks(ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Compare the seconds of each rank with the median of comparable ranks.
 
     Data and probe are the same work for all ranks; compute is compared within a pipeline stage. The
-    median of an even number of ranks is the lower of the two in the middle.
+    median of an even number of ranks is the lower of the middle two. Divisors are 1e-9 or more.
 
     Args:
         ranks: Array of the structured data type RANK_FIELDS, [R].
@@ -187,7 +188,8 @@ class ForwardTimer:
     """Timer of this accelerator's seconds in forward passes during training.
 
     It is made from the rank's model chunks, and adds hooks to them, for good, that record CUDA
-    events. Forward passes without gradients, as in a validation, are not timed.
+    events. `pop_seconds`, after a synchronization of the device, returns the seconds since its
+    last call. Forward passes without gradients, as in a validation, are not timed.
     """
 
     def __init__(self, chunks: list[torch.nn.Module]):
@@ -205,7 +207,8 @@ class ForwardTimer:
     def pop_seconds(self) -> float:
         """Return the accelerator's seconds in forward passes since the last call.
 
-        The caller must have synchronized the device, so that the passes have ended.
+        They are 0 without a pass. The caller must have synchronized the device, so that the passes
+        have ended; torch raises an error if one has not.
         """
         events = self._events
         self._events = []

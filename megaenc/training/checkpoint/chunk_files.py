@@ -105,7 +105,8 @@ def write_chunks(directory: Path, rank: int, chunks: Sequence[ShardedTensor]) ->
 
     Args:
         directory: Directory of the checkpoint, which exists.
-        chunks: Rectangles of tensors, with their elements as `data` on any device.
+        chunks: Rectangles of tensors, with their elements as `data`, float32 or bfloat16, on any
+            device.
 
     Raises:
         OSError: A file cannot be written.

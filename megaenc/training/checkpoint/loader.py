@@ -272,9 +272,9 @@ def verify_weights(
 class WeightReader:
     """Reader of whole weights of a checkpoint in float32, one at a time.
 
-    It reads the float32 master weights if there are any, else the model's. It is made from a
-    ChunkReader (`CheckpointLoader.open_verified`) and a module that is not divided over ranks,
-    which gives only names and shapes.
+    `read` returns a weight by name, from the float32 master weights if there are any, else from the
+    model's. It is made from a ChunkReader (`CheckpointLoader.open_verified`) and a module that is
+    not divided over ranks, which gives only names and shapes.
     """
 
     def __init__(self, reader: ChunkReader, module: torch.nn.Module):

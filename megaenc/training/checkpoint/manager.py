@@ -64,11 +64,12 @@ def _is_done_on_all_ranks(future: Future) -> bool:
 class CheckpointManager(CheckpointLoader):
     """Checkpoint directory of a run in progress, on every rank.
 
-    It saves checkpoints, also in the background, verifies and loads them as a CheckpointLoader, and
-    deletes old ones. It is made from the directory of the checkpoints, which need not exist yet,
-    and the rules of `checkpoints_to_delete`: `keep_last`, `keep_every` and `keep_steps`; without
-    the first two none is deleted. `before_publish` may be a function to call on rank 0 before a
-    checkpoint gets its final name.
+    `save` writes a checkpoint, with `finish_save` also in the background, and deletes old ones; as
+    a CheckpointLoader it verifies and loads them. It is made from the directory of the checkpoints,
+    which need not exist yet, and the rules of `checkpoints_to_delete`: `keep_last`, `keep_every`
+    and `keep_steps`; without the first two none is deleted. `before_publish` may be a function,
+    called on rank 0 in a thread of the save before a checkpoint gets its final name; its InputError
+    prevents that.
     """
 
     def __init__(
