@@ -174,11 +174,10 @@ def _describe_chunk(
 def publish_chunks(directory: Path, ranks: int, optimizer_step: int) -> Digests:
     """Check the chunks of all ranks, write index.json and return the files' digests.
 
-    One rank calls it, once all have written. It writes PUBLISHED_FILES without syncing, deletes the
-    indexes of the ranks, and returns size and SHA-256 of only the files with chunks, by name.
+    One rank calls it, once ranks 0 to `ranks` - 1 have written. It writes PUBLISHED_FILES unsynced,
+    deletes the ranks' indexes, and returns size and SHA-256 of the files with chunks only, by name.
 
     Args:
-        ranks: Number of ranks that have written, numbered from 0.
         optimizer_step: Number of optimizer updates made.
 
     Raises:
