@@ -175,7 +175,7 @@ def publish_chunks(directory: Path, ranks: int, optimizer_step: int) -> Digests:
     """Check the chunks of all ranks, write index.json and return the files' digests.
 
     One rank calls it, once ranks 0 to `ranks` - 1 have written. It writes PUBLISHED_FILES unsynced,
-    deletes the ranks' indexes, and returns size and SHA-256 of the files with chunks only, by name.
+    deletes the ranks' indexes, and returns size and SHA-256 of only the files with chunks, by name.
 
     Args:
         optimizer_step: Number of optimizer updates made.
