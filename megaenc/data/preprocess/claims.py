@@ -60,8 +60,9 @@ class Claim:
 class ClaimDirectory:
     """Claims of processes on named work, as files in a shared `directory`.
 
-    The processes may be on any number of nodes; a claim whose owner has died counts no more. An
-    instance remembers when it saw each claim change, so keep it between calls.
+    The constructor neither creates nor reads the directory. The processes may be on any number of
+    nodes; a claim whose owner has died counts no more. An instance remembers when it saw each claim
+    change, so keep it between calls.
     """
 
     def __init__(self, directory: Path) -> None:

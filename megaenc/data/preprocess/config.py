@@ -21,12 +21,13 @@ _MINHASH = Deduplication("minhash")
 class PreprocessConfig(resolve.InputConfig):
     """Flags of `megaenc preprocess`, with those of InputConfig; each is a field.
 
-    The constructor checks nothing, `check` does. `output_prefix` and `tokenizer` are required; each
-    of `json_keys` gives a corpus of its own. `input_tokens` reads ids instead of texts (None:
-    texts). Documents get `special_tokens` (None: by `append_eod`, else none) and with
-    `split_sentences` a sequence per sentence, by the model of `punkt_language`. `deduplicate` is
-    None, "exact" or "minhash" with the minhash_ flags. `workers` processes work on `partitions`
-    parts; `skip_bad_lines` counts bad documents instead of stopping.
+    The constructor checks nothing, `check` does. `input`, `output_prefix` and `tokenizer` are
+    required; each of `json_keys` (text, by default) gives a corpus of its own. `input_tokens` reads
+    ids instead of texts (None: texts). Documents get `special_tokens` (None: by `append_eod`, else
+    none) and with `split_sentences` a sequence per sentence, by the model of `punkt_language`.
+    `deduplicate` is None, "exact" or "minhash" with the minhash_ flags. `workers` processes (by
+    default one per usable core) work on `partitions` parts (1); `skip_bad_lines` counts bad
+    documents instead of stopping.
     """
 
     output_prefix: str

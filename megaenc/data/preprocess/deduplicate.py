@@ -43,7 +43,8 @@ class Deduplication:
     All fields but `method` are for minhash: `ngram_size` in words, and the number of `buckets` of
     `hashes_per_bucket` hashes each. Called with D texts, it returns their band keys, uint64[bands,
     words, D]: documents of which the keys of any band are equal are duplicates, see
-    `find_duplicates`. It is picklable.
+    `find_duplicates`. `minhash` needs the package rensa, without which the call raises InputError.
+    It is picklable.
     """
 
     method: Literal["exact", "minhash"]
@@ -54,12 +55,15 @@ class Deduplication:
 
     @property
     def bands(self) -> int:
-        """Return the number of bands; documents are duplicates if they agree in one."""
+        """Return the number of bands: 1 for `exact`, else `buckets`.
+
+        Documents are duplicates if they agree in one.
+        """
         return 1 if self.method == "exact" else self.buckets
 
     @property
     def words(self) -> int:
-        """Return the number of 64-bit words of a band's key."""
+        """Return the number of 64-bit words of a band's key: 2 for `exact`, else 1."""
         return 2 if self.method == "exact" else 1
 
     def describe(self) -> dict[str, Any]:

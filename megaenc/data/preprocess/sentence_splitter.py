@@ -95,8 +95,9 @@ def train_punkt(texts: Iterable[str]) -> PunktModel:
 def build_sentence_splitter(punkt: PunktModel) -> Callable[[str], list[str]]:
     """Return a function that splits a text into the list of its sentences.
 
-    Their concatenation is the text: white space between two sentences belongs to the second. An
-    empty text is one empty sentence.
+    Their concatenation is the text: white space between two sentences belongs to the second, that
+    at the end of the text to the last. An empty text is one empty sentence. The function cannot be
+    pickled; `punkt` can.
     """
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 

@@ -44,8 +44,9 @@ class Partition:
     """Partition that is being written, in the order of the JSON keys.
 
     `WorkDirectory.new_partition` yields it. The block adds documents to `writers`, one for each
-    key, sets `counts` and, for deduplication, adds `TokenizedBlock.band_keys` to the list of each
-    key in `band_keys`, which is empty without deduplication.
+    key, sets `counts` and, for deduplication, appends each key's array of
+    `TokenizedBlock.band_keys` to the key's list in `band_keys`, which is empty without
+    deduplication.
     """
 
     writers: list[IndexedWriter]
@@ -56,11 +57,11 @@ class Partition:
 class WorkDirectory:
     """Directory of the `count` partitions of a preprocessing run, shared by processes.
 
-    The constructor takes its `path` and the names below; `deduplication` is None by default. The
-    bytes of partitions depend on the `plan` (see `PreprocessJob.build_plan`). Each partition, of
-    0-based index, has a .bin of tokens of `dtype`, an .idx and, with `deduplication`, a .keys for
-    each of `keys`, and a JSON record of plan, counts and hashes. Nothing is read or written before
-    `open`.
+    It is made by `WorkDirectory(path, plan, keys, dtype, count, deduplication)`, of which
+    `deduplication` is None by default. The bytes of partitions depend on the `plan` (see
+    `PreprocessJob.build_plan`). Each partition, of 0-based index, has a .bin of tokens of `dtype`,
+    an .idx and, with `deduplication`, a .keys for each of `keys`, and a JSON record of plan, counts
+    and hashes. Nothing is read or written before `open`.
     """
 
     def __init__(

@@ -18,12 +18,12 @@ from megaenc.errors import InputError
 class TokenizedBlock:
     """Tokens of the documents of a block, by JSON key, with counts and position.
 
-    BlockTokenizer returns it. The lists `tokens`, `lengths` (of sequences), `counts` (of sequences
-    in each document) and `band_keys` have one array for each key, in the order of
-    `BlockTokenizer.keys`; `band_keys` is empty without deduplication. Documents without tokens are
-    left out of the arrays, separately for each key, but are included in the number `documents`.
-    `skipped` is the number of bad documents, `size` the decompressed bytes parsed, and `position`
-    that of the TextBlock.
+    BlockTokenizer returns it. The lists `tokens` (of BlockTokenizer's `dtype`), `lengths` (int32,
+    of sequences), `counts` (int32, of sequences in each document) and `band_keys` (uint64) have one
+    array for each key, in the order of `BlockTokenizer.keys`; `band_keys` is empty without
+    deduplication. Documents without tokens are left out of the arrays, separately for each key, but
+    are included in the number `documents`. `skipped` is the number of bad documents, `size` the
+    decompressed bytes parsed, and `position` that of the TextBlock.
     """
 
     tokens: list[np.ndarray]
