@@ -306,6 +306,9 @@ class HubDataset(TextSource):
         """Yield the rows of files start..stop-1 as TableBlocks of about 1 MiB.
 
         All are at position `before`, because the true one is unknown.
+
+        Raises:
+            InputError: From the iterator; a column is no text, or the Hub gives no more rows.
         """
         return _group_into_blocks(self.name, self._read_batches(start, stop), 1, lambda row: before)
 

@@ -25,7 +25,9 @@ class TextSource(ABC):
 
     They are read between split points. Split points are numbers from 0 to `end` at which a
     partition of the input may begin, such as bytes of a file or row groups. Subclasses set `name`,
-    `size` in bytes on disk, `end` and `file_stats`.
+    `size` in bytes on disk (with `is_size_known` False for a guess), `end` and `file_stats`, which
+    has (absolute path, bytes, modification time in ns) of each file and is empty for the Hub. They
+    implement `find_split_point` and `read_blocks`; `file_stats_between` if they have several files.
     """
 
     name: str
@@ -87,10 +89,10 @@ class LineFile(TextSource):
     """Text source of a JSONL file, or of lines or paragraphs of a text file.
 
     `LineFile(path, sample_by, encoding)` takes `line` or `paragraph` for a text file, None for
-    JSONL, and raises InputError if the file is missing or cannot be read. Each line, or paragraph
-    between blank lines, is a document; blank lines are none. Split points are bytes at which a line
-    starts. Compressed files, paragraphs and encodings other than UTF-8 must be read whole: their
-    split points are 0 and 1.
+    JSONL, and the name of an encoding by `find_encoding`, UTF-8 by default. It raises InputError if
+    the file is missing or cannot be read. Each line, or paragraph between blank lines, is a
+    document; blank lines are none. Split points are bytes at which a line starts. Compressed files,
+    paragraphs and encodings other than UTF-8 must be read whole: their split points are 0 and 1.
     """
 
     def __init__(self, path: str, sample_by: str | None, encoding: str = UTF8) -> None:

@@ -157,9 +157,9 @@ class MdsDataset(TextGroup):
     """Text source of the shards of an MDS data set.
 
     It is made from the path of the index.json, shards of `read_index`, the columns to read, and the
-    dtype of token ids, None if the columns are texts. The constructor raises InputError if a shard
-    is missing, or has another size or no such column. Samples are documents, in the order of the
-    shards; split points are 0-based indices of shards.
+    dtype of token ids: empty for arrays, which have one, and None for texts. The constructor raises
+    InputError if a shard is missing, or has another size or no such column. Samples are documents,
+    in the order of the shards; split points are 0-based indices of shards.
     """
 
     def __init__(
@@ -302,7 +302,8 @@ def read_index(path: str) -> list[MdsShard]:
 
     Raises:
         InputError: The index is missing, damaged or of another version, names a file outside its
-            directory, or a shard is compressed by something other than Zstandard.
+            directory, or a shard has no raw file and is compressed by something other than
+            Zstandard.
     """
     index = read_json_object(Path(path), "the index of MDS shards", _INDEX_BYTES)
     index = check_json(_INDEX_TYPE, index, path, _ADVICE)

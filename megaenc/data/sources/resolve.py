@@ -58,10 +58,11 @@ JsonKey = Annotated[str, tyro.conf.arg(aliases=("--json-keys",))]
 class InputConfig:
     """Flags for text input, the same in all commands that read text; each is a field.
 
-    `input` are files, directories, or names of data sets on the Hub. `sample_by` is the unit of
-    text files: "document", "paragraph" or "line". `dataset_config` (None: the default one) and
-    `dataset_split` are for data sets, `encoding` for JSONL, CSV, TSV and text files, and
-    `delimiter` for CSV and TSV (None: a comma or a tab).
+    `input`, the only flag without a default, has files, directories, or names of data sets on the
+    Hub. The constructor checks nothing, `resolve_inputs` does. `sample_by` is the unit of text
+    files: "document" (the default), "paragraph" or "line". `dataset_config` (None: the default one)
+    and `dataset_split` (train) are for data sets, `encoding` (UTF-8) for JSONL, CSV, TSV and text
+    files, and `delimiter` for CSV and TSV (None: a comma or a tab).
     """
 
     input: tuple[str, ...]
@@ -86,7 +87,9 @@ class ResolvedInputs:
     """Text input of a command, as `resolve_inputs` returns it.
 
     It has the `sources` in order, metadata of each --input (`origins`) and lines to print for the
-    user (`messages`).
+    user (`messages`). Every origin has `path`, a name, and `bytes`, None for the Hub; a directory
+    has the number of `files`, a data set on the Hub `config` and `split`, and token ids their
+    column, `tokens`.
     """
 
     sources: list[TextSource]
@@ -149,7 +152,7 @@ class ResolvedInputs:
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """Documents of one source between two of its split points.
+    """Documents of one source between two of its split points, a frozen dataclass.
 
     `source` is its 0-based index in `ResolvedInputs.sources`. The documents begin at split point
     `start` and end before `stop`, see `TextSource`.

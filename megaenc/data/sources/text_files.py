@@ -60,7 +60,7 @@ class TextBlock(ABC):
 
     It fits into memory and is picklable; `parse` returns its texts. `data` are its bytes, if it
     holds any. `position` is the number of bytes on disk (compressed) of the whole input up to the
-    block's end, for progress.
+    block's end, for progress. Subclasses implement `_parse_documents` and `_describe_location`.
     """
 
     position: int
@@ -300,7 +300,7 @@ def find_encoding(name: str) -> str:
     It is `utf-8` for `utf-8-sig`: byte order marks are dropped in any case.
 
     Raises:
-        InputError: There is no such encoding; names --encoding.
+        InputError: There is no such encoding of text; names --encoding.
     """
     try:
         # One blank is not a whole character in some encodings.
@@ -315,7 +315,7 @@ def find_encoding(name: str) -> str:
 
 
 def strip_compression_suffix(name: str) -> str:
-    """Return a file name without a suffix .gz or .zst, also one in capitals."""
+    """Return a file name without its last suffix if that is .gz or .zst, in any case."""
     return re.sub(r"\.(gz|zst)$", "", name, flags=re.IGNORECASE)
 
 
