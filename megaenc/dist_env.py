@@ -37,22 +37,25 @@ def is_launched() -> bool:
 
 
 def get_rank() -> int:
-    """Return this process's rank among all of the run (RANK); 0 if it is unset."""
+    """Return this process's rank in the run (RANK); 0 if unset or no number."""
     return _read_number("RANK", 0)
 
 
 def get_local_rank() -> int:
-    """Return this process's rank on its node (LOCAL_RANK); 0 if it is unset."""
+    """Return this process's rank on its node (LOCAL_RANK); 0 if unset or no number."""
     return _read_number("LOCAL_RANK", 0)
 
 
 def get_world_size() -> int:
-    """Return the number of processes of the run (WORLD_SIZE); 1 if it is unset."""
+    """Return the number of the run's processes (WORLD_SIZE); 1 if unset or no number."""
     return _read_number("WORLD_SIZE", 1)
 
 
 def get_local_world_size() -> int:
-    """Return the number of processes on this node (LOCAL_WORLD_SIZE); 1 if unset."""
+    """Return the number of processes on this node (LOCAL_WORLD_SIZE).
+
+    It is 1 if that is unset or no number.
+    """
     return _read_number("LOCAL_WORLD_SIZE", 1)
 
 
@@ -95,8 +98,8 @@ def forbid_restart(code: int) -> None:
     They exit with `code` in `exit_if_restart_forbidden`; this process does not exit. Without this
     call on one rank of each node, torchrun with `--max-restarts` would restart a run that was asked
     to stop, because its exit code is not 0, and a complete one of which a process dies as it ends.
-    The last call counts. The file of the environment variable EXIT_CODE_FILE, if it is set, gets
-    the code too, also without torchrun. Errors of writing are ignored.
+    The last call counts. The file that the environment variable MEGAENC_EXIT_CODE_FILE names, if it
+    is set, gets the code too, also without torchrun. Errors of writing are ignored.
 
     The restart after a node has joined is not forbidden: torchrun stops the workers itself then,
     counts no attempt, and removes the present one's directory with the recorded code.

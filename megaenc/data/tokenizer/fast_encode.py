@@ -62,9 +62,10 @@ class FastEncoder:
     """Encoder of documents by gigatoken if its ids match, else by tokenizers.
 
     `FastEncoder(tokenizer_json)` is built from the text of a tokenizer.json; InputError if it
-    cannot be loaded. `use_gigatoken` False never uses gigatoken, and True uses it without comparing
-    ids. Called with texts, it returns the ids of each as uint32[tokens]: special tokens are not
-    added, and those spelled in a text are text. It is picklable, and needs no transformers.
+    cannot be loaded. `use_gigatoken` False never uses gigatoken, and True uses it, if it supports
+    the tokenizer, without comparing ids. Called with texts, it returns the ids of each as
+    uint32[tokens]: special tokens are not added, and those spelled in a text are text. It is
+    picklable, and needs no transformers.
     """
 
     def __init__(self, tokenizer_json: str, use_gigatoken: bool | None = None) -> None:

@@ -96,10 +96,11 @@ class SpecialTokens:
 def read_template(tokenizer: "PreTrainedTokenizerFast") -> SpecialTokens:
     """Return the special tokens that the tokenizer itself puts around one text.
 
-    Their mode is `template`, also if there are none.
+    Their mode is `template`, also if there are none. They are found in the ids of a short text:
+    "a", or else a token of the vocabulary.
 
     Raises:
-        InputError: The tokenizer gives no token for the texts of its own tokens.
+        InputError: The tokenizer gives none of these texts a token, apart from special ones.
     """
     for text in _iterate_texts(tokenizer):
         encoding = tokenizer(text)

@@ -28,8 +28,8 @@ from megaenc.processes import exit_on_sigterm
 class TrainTokenizerConfig(InputConfig):
     """Flags of `megaenc tokenizer`, with those of InputConfig; each is a field.
 
-    `output` is a directory, missing or empty, `vocab_size` the maximum number of ids, and
-    `json_key` the key or column of the text.
+    The tokenizer is the byte-level BPE of `train_tokenizer`. `output` is a directory, missing or
+    empty, `vocab_size` the maximum number of ids, and `json_key` the key or column of the text.
     """
 
     output: str
@@ -41,7 +41,7 @@ class TrainTokenizerConfig(InputConfig):
 
 
 def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
-    """Train a tokenizer on the input, write it and print its number of ids.
+    """Train a byte-level BPE on the input, write it and print its number of ids.
 
     It is written atomically to the directory `settings.output`, which must be empty or missing.
 

@@ -12,9 +12,10 @@ class TokenEnd(IntEnum):
     """Kind of a token by its last character, an IntEnum.
 
     Together with the next token, it decides where a word begins (`Vocabulary.word_codes`). Kinds
-    from 0 to 8 are LETTER, DIGIT, SIGN, SIGNS, APOSTROPHE, SPACE (white space but LINE_END),
-    LINE_END (line feed or carriage return), BREAK (such as an added token, after which a word
-    always begins) and SAME (the kind of the token before).
+    from 0 to 8 are LETTER, DIGIT, SIGN (a single character of no other kind), SIGNS (several
+    characters, of which the last is a sign), APOSTROPHE, SPACE (white space but LINE_END), LINE_END
+    (line feed or carriage return), BREAK (such as an added token, after which a word always begins)
+    and SAME (the kind of the token before).
     """
 
     LETTER = 0
