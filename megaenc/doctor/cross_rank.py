@@ -170,7 +170,7 @@ def assess_sharing(observations: list[str]) -> Finding:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Return distinct ranks as text in ascending order with ranges, such as "0-3, 7"."""
+    """Return distinct ranks as text in ascending order, "0-3, 7", or "" for none."""
     starts = [rank for rank in sorted(ranks) if rank - 1 not in ranks]
     stops = [rank for rank in sorted(ranks) if rank + 1 not in ranks]
     return ", ".join(

@@ -120,8 +120,7 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a matrix product on `device` in `dtype`.
 
     On an accelerator it is the fastest of six products of size 8192, on the CPU
-    `measure_cpu_flops`.
-    An accelerator becomes the current CUDA device.
+    `measure_cpu_flops`. An accelerator becomes the current CUDA device.
     """
     if device.type == "cpu":
         return devices.measure_cpu_flops(dtype)

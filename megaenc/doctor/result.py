@@ -74,9 +74,9 @@ def multi_node_problem(name: str, result: str, advice: str) -> Finding:
 class CheckContext:
     """Arguments shared by all checks.
 
-    `save` is the run directory, which may not exist yet; `timeout` the seconds to wait for a
-    program or another process; `environment` that of the command before megaenc changed it; `root`
-    the directory that contains /sys, /proc and /dev.
+    `save` is the path of the run directory, a str, which may not exist yet; `timeout` the seconds
+    to wait for a program or another process; `environment` that of the command before megaenc
+    changed it; `root` the directory that contains /sys, /proc and /dev.
     """
 
     save: str = "."

@@ -60,7 +60,8 @@ class EmbeddingConfig:
     DEFAULT_LENGTH and the model's context, `truncate_dim` 0 the full size, and `special_tokens`
     "own" the tokenizer as it is. `query_prefix`, `document_prefix` and, for other texts,
     `default_prefix` are put before texts, "" for none, and `lower_case` changes them. `normalize`
-    tells whether the model scales embeddings to length 1.
+    tells whether the model scales embeddings to length 1. By default `pooling` is "mean",
+    `attention` "bidirectional" and `special_tokens` "own".
     """
 
     pooling: Pooling = "mean"

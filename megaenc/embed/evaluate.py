@@ -39,8 +39,8 @@ class RetrievalSet:
 
     `load` builds it, under a `name`. `relevant` has the grades above 0 of each query, in the order
     of `queries`, by document id. `documents`, with their `document_ids`, are in trec_eval's order
-    of equal scores. If `query_ids` is not empty, rankings leave out the document of
-    `find_excluded_document`.
+    of equal scores. If `query_ids` is not empty, rankings leave out the document with the query's
+    own id, unless it is in `relevant` (`find_excluded_document`).
     """
 
     name: str

@@ -49,7 +49,7 @@ def export_embedder(
         target: New directory.
         embedder: Model in float32 and eval mode (see `ContrastiveTrainer.finish`).
         data: Training data, some texts of which are compared.
-        details: Content of training.json.
+        details: Content of training.json, see `build_embedding_card`.
         rows: Rows of training.jsonl.
     """
     config = embedder.config
@@ -146,7 +146,9 @@ def build_embedding_card(name: str, details: Mapping[str, Any]) -> str:
 
     Args:
         name: Title of the card.
-        details: Content of the model's training.json.
+        details: Content of the model's training.json. `base_model`, `config` (ContrastiveConfig as
+            a dictionary), `fingerprints` (SHA-256 by role), `pairs`, `steps`, `loss`, `masked`,
+            `max_length` and `embedding_size` are read.
     """
     config = details["config"]
     base = details["base_model"]

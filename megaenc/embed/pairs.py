@@ -32,7 +32,7 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class TrainingPair:
-    """Texts of a training pair, without prefixes.
+    """Texts of a training pair, without prefixes; a frozen, hashable dataclass.
 
     They are a `query`, its relevant `document`, and hard `negatives`, irrelevant documents that are
     similar to the query; () without any.

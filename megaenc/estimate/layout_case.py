@@ -186,7 +186,7 @@ class LayoutCase:
         )
 
     def build_stage(self, index: int) -> PipelineStage:
-        """Return the PipelineStage with an index from 0 to `num_stages` - 1."""
+        """Return the PipelineStage with an index from 0 to `num_stages` - 1, unchecked."""
         layers = sum(self.split[index :: self.num_stages])
         is_first = index == 0
         is_last = index == self.num_stages - 1

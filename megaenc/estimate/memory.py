@@ -18,8 +18,9 @@ CHUNK_BYTES = 2**25  # as in megaenc.training.checkpoint.state_tensors
 class RankMemory:
     """Peak memory of a rank of one pipeline `stage`, by term in bytes.
 
-    `terms` has the bytes by name, such as "base" (`BASE_BYTES`), "weights" and "activations", but
-    none that are 0.
+    `terms` has the bytes by name: "base" (`BASE_BYTES`), "weights", "gradients", "master weights",
+    "AdamW's moments", "activations", "stage borders" (sent and received) and "on top" (temporary),
+    but none that are 0.
     """
 
     stage: PipelineStage

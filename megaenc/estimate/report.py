@@ -174,7 +174,9 @@ class EstimateReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the content of the JSON file: inputs, estimate and suggestion.
 
-        The values are JSON types; `suggestion` is None if there is none.
+        The keys are `megaenc` (its version), `date`, `model`, `parameters`, `vocabulary`,
+        `documents`, `device`, `utilization`, `estimate` and `suggestion`, which is as `estimate`,
+        with `flags` too, or None if there is none. The values are JSON types.
         """
         better = (
             None
