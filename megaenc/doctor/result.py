@@ -76,7 +76,8 @@ class CheckContext:
 
     `save` is the path of the run directory, a str, which may not exist yet; `timeout` the seconds
     to wait for a program or another process; `environment` that of the command before megaenc
-    changed it; `root` the directory that contains /sys, /proc and /dev.
+    changed it; `root` the directory that contains /sys, /proc and /dev. The defaults are ".", 60,
+    {} and /.
     """
 
     save: str = "."

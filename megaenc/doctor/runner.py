@@ -17,7 +17,7 @@ _MAX_TAIL_BYTES = 4096  # bytes searched for the last line of output
 
 
 class CheckRunner:
-    """Context manager that calls functions in a child process.
+    """Context manager that calls functions in a child process, by `call`.
 
     The child is started when it is needed, keeps its state between calls and is killed at the end.
     Its output is not shown. Its environment is that of the command before megaenc changed it, the

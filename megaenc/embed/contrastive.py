@@ -122,10 +122,11 @@ class ContrastiveData:
 class ContrastiveBatch:
     """Batch of pairs: its distinct texts, and the queries and candidates among them.
 
-    `texts`, int64[T], are indices in ContrastiveData. `queries`, int64[B], and `documents`,
-    int64[C], are indices in `texts`; the C candidates are the documents of the B queries in order,
-    then all hard negatives. The scores at (`masked_rows`, `masked_columns`), other copies of a
-    document that answers the query, or of the query, are left out of the loss.
+    `ContrastiveData.build_batch` builds it. `texts`, int64[T], are indices in ContrastiveData.
+    `queries`, int64[B], and `documents`, int64[C], are indices in `texts`; the C candidates are the
+    documents of the B queries in order, then all hard negatives. The scores at (`masked_rows`,
+    `masked_columns`), other copies of a document that answers the query, or of the query, are left
+    out of the loss.
     """
 
     texts: np.ndarray

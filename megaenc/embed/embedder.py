@@ -299,9 +299,9 @@ def _read_optional(path: Path) -> dict[str, Any]:
 class Embedder:
     """Model that embeds texts: tokenizer, backbone with packed attention, and pooling.
 
-    `tokenize`, then `embed`. `max_length` is the maximum number of tokens of a text in effect,
-    special tokens included; InputError if it leaves no room for text, or if the model cannot be
-    loaded.
+    Texts go through `tokenize`, then `embed` (in training `pool`). The backbone is in eval mode.
+    `max_length` is the maximum number of tokens of a text in effect, special ones included;
+    InputError if it leaves no room for text, or if the model cannot be loaded.
 
     Args:
         directory: Directory of a Hugging Face or sentence-transformers model.
@@ -391,8 +391,8 @@ class Embedder:
     ) -> Tensor:
         """Return the embedding of each text, in order, float32[texts, size].
 
-        They are cut to `config.truncate_dim` numbers, if it is not 0, then scaled to length 1. They
-        have no graph, are on the model's device, and zeros for a text without tokens.
+        They are cut to `config.truncate_dim` numbers, if it is not 0, then scaled to length 1; a
+        text without tokens gets zeros. They are on the model's device, made in inference mode.
 
         Args:
             rows: Token ids of each text, as `tokenize` returns them.

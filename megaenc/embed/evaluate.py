@@ -37,10 +37,10 @@ _DRAWS_AT_ONCE = 100
 class RetrievalSet:
     """Test set of retrieval: queries with relevant documents, and the whole corpus.
 
-    `load` builds it, under a `name`. `relevant` has the grades above 0 of each query, in the order
-    of `queries`, by document id. `documents`, with their `document_ids`, are in trec_eval's order
-    of equal scores. If `query_ids` is not empty, rankings leave out the document with the query's
-    own id, unless it is in `relevant` (`find_excluded_document`).
+    `load` builds it, under a `name`; `score` scores rankings. `relevant` has the grades above 0 of
+    each query, in the order of `queries`, by document id. `documents`, with their `document_ids`,
+    are in trec_eval's order of equal scores. If `query_ids` is not empty, rankings leave out the
+    document with the query's own id, unless it is in `relevant` (`find_excluded_document`).
     """
 
     name: str

@@ -21,10 +21,11 @@ Place = tuple[str, str, str]
 class EvaluationRow:
     """Row of a zero-shot evaluation: a `model`'s `metric` on a `dataset`, in percent.
 
-    `low` and `high` are the 95 % interval of `mean`, both None without one, as for a random ranking
-    or probe, a single query, or a task of several languages. In retrieval (BEIR directories)
-    `queries` and `documents` are counts and `scores` has each query's measure as a fraction; else
-    they are None, None and (), and `examples` is the number of test examples, None if unknown.
+    `build_rows` and `ProbeTask.evaluate` build it. `low` and `high` are the 95 % interval of
+    `mean`, both None without one, as for a random ranking or probe, a single query, or a task of
+    several languages. In retrieval (BEIR directories) `queries` and `documents` are counts and
+    `scores` has each query's measure as a fraction; else they are None, None and (), and `examples`
+    is the number of test examples, None if unknown.
     """
 
     dataset: str
@@ -53,9 +54,9 @@ class EvaluationRow:
 class QueryScores:
     """Scores by query of one model on one data set by one measure.
 
-    `values`, float64[queries] in the order of `query_ids`, and `interval`, the (low, high)
-    bootstrap interval of their mean, are fractions; `interval` is None for a single query and for a
-    random ranking. `fingerprint` is that of the data set.
+    It is a value of `Evaluation.scores`. `values`, float64[queries] in the order of `query_ids`,
+    and `interval`, the (low, high) bootstrap interval of their mean, are fractions; `interval` is
+    None for a single query and for a random ranking. `fingerprint` is that of the data set.
     """
 
     values: np.ndarray

@@ -61,8 +61,9 @@ def load_pairs(sources: Sequence[str]) -> PairData:
     A source is a file or a BEIR directory with qrels/train.tsv, else a repository of the Hugging
     Face Hub, whose split `train` is read: ORG/NAME or ORG/NAME:CONFIG, with or without @REVISION.
     Files may be .jsonl, .csv, .tsv, .parquet, or SQuAD's .json, whose unanswerable questions are
-    left out. Columns are `query`, `document` and maybe `negatives`, or those of
-    sentence-transformers. Pairs that differ only in their hard negatives are distinct.
+    left out. Columns are `query` (or `anchor`, `question`), `document` (or `positive`, `context`)
+    and, if any, `negatives` (a list; or `negative_1` and so on). Pairs that differ only in their
+    hard negatives are distinct.
 
     Raises:
         InputError: A source is missing, invalid or without a pair, or there are fewer than two

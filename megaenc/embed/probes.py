@@ -57,7 +57,7 @@ class ProbeTask:
     `task` is mteb's object, `name` its name in tables. `examples` counts test examples, None if
     test data are no rows, such as a corpus. `chance` is the expected score of random embeddings, as
     a fraction: 0 for similarity, 1 / classes for a probe; None if unknown. `metric` is the name of
-    the main score.
+    the main score. `evaluate` scores a model.
     """
 
     name: str

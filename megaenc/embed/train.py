@@ -207,7 +207,8 @@ class StateDirectory:
     """Directory with the state of an unfinished training and the log of its losses.
 
     `StateDirectory(directory)` takes its Path; it must exist. state.pt has weights, AdamW's
-    moments, schedule and step; training.jsonl is the log. Only rank 0 writes to it.
+    moments, schedule and step; training.jsonl is the log. `load` and `save` are for the state,
+    `append` for the log. Only rank 0 writes.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -284,12 +285,9 @@ def train(
     """Train from the saved state, if there is one, to the last step.
 
     All ranks call it together and get the progress at the last step; it does not call `finish`. It
-    writes saved states and the log (step, loss, gradient_norm, learning_rate) to `state`, and shows
-    a progress line.
-
-    Args:
-        save_interval: Steps between saved states; the last step is saved too.
-        log_interval: Steps between rows of the log; the last step has a row too.
+    saves a state to `state` every `save_interval` steps, logs a row there (step, loss,
+    gradient_norm, learning_rate) every `log_interval` steps, and does both at the last step. A
+    progress line is shown.
 
     Raises:
         NonFiniteTrainingError: A loss or gradient norm is NaN or inf.

@@ -16,8 +16,9 @@ USABLE_MEMORY = 0.94
 class Utilization:
     """Model FLOPs utilization of pretraining on a device, measured or assumed.
 
-    `share` is the fraction of the device's dense bfloat16 peak, from 0 to 1. `parameters` is the
-    size of the trained model, 0 if there was none; `source` is text for the report.
+    `Device.utilization` returns it. `share` is the fraction of the device's dense bfloat16 peak,
+    from 0 to 1. `parameters` is the size of the trained model, 0 if there was none; `source` is
+    text for the report.
     """
 
     parameters: float
@@ -29,9 +30,9 @@ class Utilization:
 class Device:
     """Device type, with figures of the maker's data sheet.
 
-    `name` is the maker's, for the report; `peak` FLOP/s, dense in bfloat16; `gib` the memory in
-    GiB; `per_node` the usual number of devices in a node. `utilizations` are measurements of
-    models of several sizes, () without any.
+    `get_device` returns it. `name` is the maker's, for the report; `peak` FLOP/s, dense in
+    bfloat16; `gib` the memory in GiB; `per_node` the usual number of devices in a node.
+    `utilizations` are measurements of models of several sizes, () without any.
     """
 
     name: str

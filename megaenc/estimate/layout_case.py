@@ -12,9 +12,10 @@ from megaenc.training.config import PretrainConfig
 class PipelineStage:
     """Layers and parameters of one rank of a pipeline stage, of a LayoutCase.
 
-    `index` counts from 0. `layers` is the number in all virtual stages. `parameters` are those of
-    one tensor-parallel rank: its shard of matrices, those of embedding (if `has_embedding`) and
-    head (if `has_head`) included, and norms, which are replicated.
+    `LayoutCase.build_stages` builds them. `index` counts from 0. `layers` is the number in all
+    virtual stages. `parameters` are those of one tensor-parallel rank: its shard of matrices, those
+    of embedding (if `has_embedding`) and head (if `has_head`) included, and norms, which are
+    replicated.
     """
 
     index: int

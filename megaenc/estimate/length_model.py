@@ -40,11 +40,12 @@ _ONE_EOS = SpecialTokens("eod", after=(0,))
 class LengthModel:
     """Averages per pack that follow from the lengths of documents.
 
-    Attention is within documents, and within pieces of documents that are cut at the ends of packs.
-    `pieces` is the number of both, `squares` the sum of their squared lengths. `local_pairs` is the
-    number of ordered token pairs within the window of local layers, each token with itself
-    included; 0 without such layers. `special` counts special tokens, which are never masked,
-    `special_starts` those that begin a document. `source` is text for the report.
+    `build_length_model` builds it. Attention is within documents, and within pieces of documents
+    that are cut at the ends of packs. `pieces` is the number of both, `squares` the sum of their
+    squared lengths. `local_pairs` is the number of ordered token pairs within the window of local
+    layers, each token with itself included; 0 without such layers. `special` counts special tokens,
+    which are never masked, `special_starts` those that begin a document. `source` is text for the
+    report.
     """
 
     squares: float

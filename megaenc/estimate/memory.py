@@ -18,9 +18,9 @@ CHUNK_BYTES = 2**25  # as in megaenc.training.checkpoint.state_tensors
 class RankMemory:
     """Peak memory of a rank of one pipeline `stage`, by term in bytes.
 
-    `terms` has the bytes by name: "base" (`BASE_BYTES`), "weights", "gradients", "master weights",
-    "AdamW's moments", "activations", "stage borders" (sent and received) and "on top" (temporary),
-    but none that are 0.
+    `compute_stage_memory` builds it. `terms` has the bytes by name: "base" (`BASE_BYTES`),
+    "weights", "gradients", "master weights", "AdamW's moments", "activations", "stage borders"
+    (sent and received) and "on top" (temporary), but none that are 0.
     """
 
     stage: PipelineStage
@@ -75,8 +75,8 @@ def compute_stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineS
 class SaveCost:
     """Bytes of a checkpoint on disk, and the host memory that a save takes on a node.
 
-    `total` is the checkpoint's size. `synchronous` and `asynchronous` are bytes of a node with
-    `ranks_per_node` ranks, without and with --async-save.
+    `compute_save_cost` builds it. `total` is the checkpoint's size. `synchronous` and
+    `asynchronous` are bytes of a node with `ranks_per_node` ranks, without and with --async-save.
     """
 
     total: float

@@ -24,10 +24,11 @@ _MAX_PHASES = 12
 class EstimateReport:
     """Estimate of a run's layout and of a suggested layout, if there is one.
 
-    `build_report` builds it. `model` and `vocabulary` are texts about them, `documents` has the
-    lengths, and `utilization` is that of `device`. `estimate` is of the run's layout; `is_searched`
-    tells whether another was searched, and `suggestion` is None if not, or if no layout fits.
-    `price` is that of a device hour, in any currency; None to print no cost.
+    `build_report` builds it; `print` shows it, `to_dict` is for JSON. `model` and `vocabulary` are
+    texts about them, `documents` has the lengths, and `utilization` is that of `device`. `estimate`
+    is of the run's layout; `is_searched` tells whether another was searched, and `suggestion` is
+    None if not, or if no layout fits. `price` is that of a device hour, in any currency; None to
+    print no cost.
     """
 
     model: str

@@ -37,8 +37,8 @@ _RECOMPUTE = (
 class Workload:
     """Computation of a run in any layout: `phases` of its schedule, and validations.
 
-    `validations` is their number; each computes `validation_batches` global batches, those of all
-    objectives together.
+    `build_workload` builds it. `validations` is their number; each computes `validation_batches`
+    global batches, those of all objectives together.
     """
 
     phases: tuple[PhaseWork, ...]
@@ -61,9 +61,9 @@ class Workload:
 class StepCost:
     """Cost of a step of one objective at the full batch size.
 
-    `objective` is its text. `predicted_share` is the fraction of the tokens whose logits are
-    computed, from 0 to 1. `flops` are those of all devices, forward and backward, without
-    recomputation; `seconds` include full recomputation.
+    `estimate_layout` builds it. `objective` is its text. `predicted_share` is the fraction of the
+    tokens whose logits are computed, from 0 to 1. `flops` are those of all devices, forward and
+    backward, without recomputation; `seconds` include full recomputation.
     """
 
     objective: str
@@ -76,10 +76,10 @@ class StepCost:
 class PhaseCost:
     """Cost of one phase of the schedule, from step `first` to step `last`, inclusive.
 
-    Steps are counted from 1; `text` is the phase in the schedule. `tokens` and `flops` are those of
-    all steps and devices; tokens that a step reads in several passes count once. `flops` are
-    forward and backward of all passes, without recomputation; `seconds` include full recomputation,
-    but no validation.
+    `estimate_layout` builds it. Steps are counted from 1; `text` is the phase in the schedule.
+    `tokens` and `flops` are those of all steps and devices; tokens that a step reads in several
+    passes count once. `flops` are forward and backward of all passes, without recomputation;
+    `seconds` include full recomputation, but no validation.
     """
 
     text: str

@@ -104,6 +104,7 @@ def run_job(job: PreprocessJob) -> list[Path]:
     """Write the corpora of a job, print a summary of each and return their prefixes.
 
     Prefixes are in the order of the JSON keys. Outputs and errors are those of `preprocess`.
+    Missing parent directories are created, and partitions used if the settings need them.
     """
     started = time.monotonic()
     partition = job.settings.work_directory / "part"

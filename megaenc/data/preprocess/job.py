@@ -125,15 +125,12 @@ class PreprocessJob:
     ) -> Counts:
         """Tokenize part of the input, pass it to the writers and return its counts.
 
-        Counts are of `documents`, of `skipped` bad ones, and of decompressed bytes (`size`).
-
-        Args:
-            tokenize: Function of a pool, see `start_workers`.
-            writers: Writer of each JSON key, to which documents are added; not finished.
-            band_keys: A list per key that gets its band keys; no list without deduplication.
-            ranges: Ranges of the input; None: all of it.
-            report: Called after each block with bytes on disk of `ranges` and counts until then,
-                and the mean MB/s of decompressed text.
+        `tokenize` is the function of a pool of `start_workers`. Documents are added to `writers`,
+        one for each JSON key, which are not finished, and band keys to the list of each key in
+        `band_keys`, which has no list without deduplication. `ranges` None is all of the input.
+        After each block `report` is called with bytes on disk of `ranges` and counts until then,
+        and the mean MB/s of decompressed text. Counts are of `documents`, of `skipped` bad ones,
+        and of decompressed bytes (`size`).
 
         Raises:
             InputError: A document is bad, the input has changed, or a worker process has died.
@@ -192,7 +189,8 @@ class PreprocessJob:
         """Yield all corpora to fill; after the `with` block write metadata and rename.
 
         The block fills the CorpusOutputs, and does not finish the writers. If the block fails, no
-        file appears. Existing files are replaced unless `check` refuses.
+        file appears. Existing files are replaced unless `check` refuses. The outputs' directory
+        must exist.
 
         Args:
             check: Called before renaming with the sha256 of each file by name without directory; it

@@ -61,7 +61,8 @@ class WorkDirectory:
     `deduplication` is None by default. The bytes of partitions depend on the `plan` (see
     `PreprocessJob.build_plan`). Each partition, of 0-based index, has a .bin of tokens of `dtype`,
     an .idx and, with `deduplication`, a .keys for each of `keys`, and a JSON record of plan, counts
-    and hashes. Nothing is read or written before `open`.
+    and hashes. Nothing is read or written before `open`. Then `new_partition` writes each of
+    `missing_partitions` under a claim of `acquire`, before `merge` and `remove`.
     """
 
     def __init__(

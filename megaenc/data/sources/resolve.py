@@ -86,10 +86,10 @@ class InputConfig:
 class ResolvedInputs:
     """Text input of a command, as `resolve_inputs` returns it.
 
-    It has the `sources` in order, metadata of each --input (`origins`) and lines to print for the
-    user (`messages`). Every origin has `path`, a name, and `bytes`, None for the Hub; a directory
-    has the number of `files`, a data set on the Hub `config` and `split`, and token ids their
-    column, `tokens`.
+    `read_blocks` and `read_texts` read it. It has the `sources` in order, metadata of each --input
+    (`origins`) and lines to print for the user (`messages`). Every origin has `path`, a name, and
+    `bytes`, None for the Hub; a directory has the number of `files`, a data set on the Hub `config`
+    and `split`, and token ids their column, `tokens`.
     """
 
     sources: list[TextSource]

@@ -27,6 +27,7 @@ class SpecialTokens:
     """Mode of --special-tokens, and the token ids `before` and `after` each text.
 
     The `mode` is `template`, `eod` or, by default, `none`; the ids are tuples, empty by default.
+    `resolve_special_tokens` builds it for a tokenizer; `surround` adds the ids, `strip` drops them.
     """
 
     mode: SpecialTokensMode = "none"
