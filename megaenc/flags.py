@@ -435,11 +435,14 @@ def parse_with_config(
 ) -> Settings:
     """Return the dataclass `settings` from the flags over the YAML file of `--config`.
 
-    All fields need a default, and one is `config`. Without --config it is `parse`. Arguments and
-    errors are those of `parse` and `read_config_file`.
+    All fields need a default, and one is `config`. Without --config it is `parse`, whose arguments
+    it has. --help exits with 0.
 
     Args:
         argv: The flags; None: those of this process.
+
+    Raises:
+        InputError: As by `parse` and `read_config_file`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     config = find_flag_value(arguments, "--config")

@@ -14,11 +14,13 @@ from megaenc.training.config import PretrainConfig
 class ObjectiveWork:
     """Mean work of one pack under an objective; counts may be fractional.
 
-    `objective` is its text, `tokens` the pack's length, `predicted` the positions whose logits are
-    computed. `squares` and `local_pairs` are as in `LengthModel`; `visible_squares` and
-    `visible_local_pairs` count only parts with bidirectional attention. `selects_rows` is whether
-    the last layer computes only the predicted positions after its attention, `classes` the size of
-    an objective's own output layer, 0 if it predicts tokens.
+    `compute_objective_work` builds it. `objective` is its text, `tokens` the pack's length,
+    `predicted` the positions whose logits are computed. `squares` is the sum of the squared
+    document lengths, `local_pairs` the ordered pairs of tokens of a document within the window of
+    local layers, 0 without such layers; `visible_squares` and `visible_local_pairs` count only
+    parts with bidirectional attention. `selects_rows` is whether the last layer computes only the
+    predicted positions after its attention, `classes` the size of an objective's own output layer,
+    0 if it predicts tokens.
     """
 
     objective: str
@@ -100,10 +102,10 @@ class ObjectiveWork:
 class PhaseWork:
     """Work of one phase of the schedule, from step `first` to step `last`, inclusive.
 
-    Steps are counted from 1; `text` is the phase in the schedule. Each step reads its packs
-    `passes` times, with an objective for each pass. `parts` has (work of an objective, mean number
-    of its steps), which add up to the steps of the phase: a pass is 1 / `passes` of a step.
-    `batches` has (global batch size, steps with it).
+    `build_phases` builds it. Steps are counted from 1; `text` is the phase in the schedule. Each
+    step reads its packs `passes` times, with an objective for each pass. `parts` has (work of an
+    objective, mean number of its steps), which add up to the steps of the phase: a pass is 1 /
+    `passes` of a step. `batches` has (global batch size, steps with it).
     """
 
     text: str

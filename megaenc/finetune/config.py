@@ -22,12 +22,13 @@ class FinetuneConfig:
 
     Each field is a flag; the constructor checks nothing. The defaults are those of the study
     (EncodEval) except for the precision, which is "paper-bf16" there. Training on batches of
-    `batch_size` examples ends after `epochs` or `max_steps` (0: no limit); `warmup` is a fraction
-    of the steps. AdamW has `weight_decay`, adam_ flags and `clip_grad` (0: none). `attention`,
-    `head`, `pooling`, `special_tokens`, `add_bos`, `add_eos` and `max_length` set model and texts;
-    `threshold` is for multi_label, `scale` for retrieval. With `eval_interval` (steps, 0: none),
-    `best_checkpoint` or `early_stopping` chooses the weights. "", 0 and None as `precision`,
-    special tokens and length are taken from machine, tokenizer and model.
+    `batch_size` examples ends after `epochs` or `max_steps` (0: no limit), the earlier of the two;
+    `warmup` is a fraction of the steps. AdamW has `weight_decay`, adam_ flags and `clip_grad` (0:
+    none). `attention`, `head`, `pooling`, `special_tokens`, `add_bos`, `add_eos` and `max_length`
+    set model and texts; `threshold` is for multi_label, `scale` for retrieval. A forward pass has
+    at most `tokens_per_forward` tokens. With `eval_interval` (steps, 0: none), `best_checkpoint` or
+    `early_stopping` chooses the weights. "", 0 and None as `precision`, special tokens and length
+    are taken from machine, tokenizer and model.
     """
 
     batch_size: PositiveInt = 32

@@ -369,7 +369,8 @@ def print_surest(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc fill-mask`: print guesses of masked words and the accuracy.
 
-    Wrong input exits with 2.
+    --input is ordinary text, in which the command itself masks words and tokens. Wrong input exits
+    with 2.
 
     Args:
         argv: Arguments after `megaenc fill-mask`; None: `sys.argv[1:]`.

@@ -57,8 +57,9 @@ class FinetuneJob:
     data options `data`. Results, which record `fingerprints`, are written below `output`, in
     directories named after model, family, data set, learning rate and seed (`job_directory`).
     `train_on` is the name of the training set, which is the only data set of `evaluate_on` except
-    in retrieval; `learning_rate` is the peak. `keep` and `save_model` tell whether and where the
-    trained model is written; it is not by default.
+    in retrieval; `learning_rate` is the peak. The trained model is written to the directory
+    `save_model` unless it is "", and to the results if `keep` is "all", or "best" and no run scores
+    better; by default, "none", it is not.
     """
 
     model: NamedSource

@@ -68,12 +68,12 @@ def check_warmup(steps: int, warmup: float) -> None:
 class MasterWeightOptimizer:
     """AdamW with warmup, linear decay, clipping and float32 master weights.
 
-    Call `step` after one or more backward passes, whose gradients add up. 16-bit parameters of
-    `model` have float32 master weights, which take their gradients in the backward pass, except
-    with precision "paper-bf16", whose optimizer state is 16-bit too. A master weight starts from
-    the parameter's attribute `unrounded`, if it exists (see `load_backbone`), and the attribute is
-    removed. Parameters without `requires_grad` are left out; biases and norms have no weight decay.
-    The warmup is rounded up to whole steps.
+    Call `step` after one or more backward passes, whose gradients add up, and `close` at the end.
+    16-bit parameters of `model` have float32 master weights, which take their gradients in the
+    backward pass, except with precision "paper-bf16", whose optimizer state is 16-bit too. A master
+    weight starts from the parameter's attribute `unrounded`, if it exists (see `load_backbone`),
+    and the attribute is removed. Parameters without `requires_grad` are left out; biases and norms
+    have no weight decay. The warmup is rounded up to whole steps.
 
     Args:
         learning_rate, steps: Peak learning rate, and number of steps after which it is 0.
@@ -149,6 +149,8 @@ class MasterWeightOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set weights, moments and schedule in place to those of a `state_dict`.
+
+        Parameters that have a master weight become it, rounded.
 
         Args:
             state: State of an optimizer of the same model and hyperparameters.

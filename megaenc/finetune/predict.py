@@ -37,8 +37,8 @@ class PredictConfig:
     """Options of `megaenc finetune predict`: trained model, input and output file.
 
     Each field is a flag; `model` and `input` must not stay empty, which only `predict_main` checks.
-    An empty `output` is standard output, `overwrite` permits replacing a file, and `all_scores`
-    adds the probability of every label.
+    An empty `output` is standard output, `overwrite` permits replacing a file, and `all_scores`,
+    for SC and MULTI_LABEL, adds the probability of every label.
     """
 
     model: str = ""
@@ -60,7 +60,7 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
 
     A line is the result of `predict`, with the row's `id` if it has one. The lines go to --output,
     all at the end. Without it they go to stdout, and everything else to stderr. Wrong input, such
-    as an existing --output without --overwrite, exits with 2.
+    as a retrieval model or an existing --output without --overwrite, exits with 2.
 
     Args:
         argv: Arguments after `megaenc finetune predict`; None: `sys.argv[1:]`.
@@ -259,17 +259,17 @@ def predict(
     """Return the predictions of a fine-tuned model, one for each example, in order.
 
     A prediction is {"label": name, "score": probability} in SC, {"label": number} in regression,
-    {"labels": names} in MULTI_LABEL, {"tags": a name for each word, O if it was cut off} in TC, and
-    {"answer": text, or ""} in QA, with numbers rounded to 6 digits. Progress and the number of cut
-    texts are printed. A directory without such a model, a row that cannot be tokenized and a score
-    that is NaN are an InputError. The GPU is used if there is one.
+    {"labels": names, of probability `threshold` or more} in MULTI_LABEL, {"tags": a name for each
+    word, O if it was cut off} in TC, and {"answer": text, or ""} in QA. `all_scores` adds
+    {"scores": probabilities by label} in SC and MULTI_LABEL. Probabilities have 6 decimals, numbers
+    7 digits. Progress and the number of cut texts are printed. A directory without such a model, a
+    row that cannot be tokenized and a score that is NaN or inf are an InputError. The GPU is used
+    if there is one.
 
     Args:
         directory: Directory that --save-model or --keep wrote.
         family, protocol: Those of the model's finetuning.json; IR is not supported.
         examples: Examples of the family; their labels are ignored.
-        all_scores: In SC and MULTI_LABEL, add {"scores"}: the probability of every label, by name.
-        threshold: In MULTI_LABEL, the smallest probability of a predicted label.
     """
     import torch
 

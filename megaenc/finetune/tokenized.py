@@ -37,10 +37,10 @@ _TEXTS_PER_BATCH = 1024  # bounds the memory of offsets, which are Python object
 class TokenizedTexts:
     """Tokenized texts in concatenated arrays, with further columns of a task.
 
-    `tokens`, int32[N], has the token ids of all n texts; `starts`, int64[n + 1], the offset of each
-    text in `tokens`, then N. `columns` are arrays of a task by name, by row ([n, ...]) or by token
-    ([N, ...]), as the task knows. `truncated_count` is the number of texts that were cut. Shapes
-    are not checked.
+    `TextEncoder.encode` and `from_rows` build it. `tokens`, int32[N], has the token ids of all n
+    texts; `starts`, int64[n + 1], the offset of each text in `tokens`, then N. `columns` are arrays
+    of a task by name, by row ([n, ...]) or by token ([N, ...]), as the task knows.
+    `truncated_count` is the number of texts that were cut. Shapes are not checked.
     """
 
     tokens: np.ndarray
@@ -100,7 +100,8 @@ def concatenate_rows(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np
     """Return the arrays `rows` concatenated along their first dimension as `dtype`.
 
     Args:
-        shape: Further dimensions of the rows, for the empty result without rows.
+        shape: Dimensions of each row after the first, or ValueError is raised; without rows the
+            result is empty, [0, *shape].
     """
     return np.concatenate([np.empty((0, *shape), dtype), *rows]).astype(dtype, copy=False)
 
@@ -168,9 +169,9 @@ class TextEncoder:
     """Encoder of texts by a `tokenizer`, with special tokens and a maximum length.
 
     A text of more than `max_length` tokens with its `special_tokens` is cut at its end and keeps
-    its last special tokens. Special tokens spelled in a text are tokenized as text. `progress`,
-    which may be left out, is called with the numbers of tokenized and of all texts, every 1,024
-    texts.
+    its last special tokens. Special tokens spelled in a text are tokenized as text. `encode` and
+    `encode_with_offsets` call `progress`, which may be left out, with the numbers of tokenized and
+    of all texts, every 1,024 texts.
 
     Raises:
         InputError: `max_length` is too small for any text.

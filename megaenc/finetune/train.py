@@ -221,8 +221,9 @@ class FinetuneRun:
         """Train to the last step or an early stop, with validations every --eval-interval.
 
         The interval is in steps. If it is 0, there is no validation, otherwise one after the last
-        step too. An early stop needs `ValidationHistory.is_stopped` for all data sets. The model's
-        weights change; no file is written.
+        step too. An early stop needs `ValidationHistory.is_stopped` for all data sets. The model
+        has the last weights afterwards; `evaluate` sets the best ones if the job uses them. No file
+        is written.
 
         Raises:
             RunFailure: A loss, a gradient norm or a prediction is NaN or inf.
@@ -449,8 +450,9 @@ class _ProgressReporter:
 class SplitLoader:
     """Loader of tokenized splits, with a cache on disk that all runs share.
 
-    `cache` is the directory of the cache, `encoder` tokenizes. While another process tokenizes the
-    same split, `report` is called with RunProgress("loading") five times a second.
+    `load_training` and `load_evaluation` load a split. `cache` is the directory of the cache,
+    `encoder` tokenizes. While another process tokenizes the same split, `report` is called with
+    RunProgress("loading") five times a second.
     """
 
     cache: Path

@@ -139,10 +139,13 @@ class _SplitReader:
     def read_split(self, split: SplitName) -> Examples:
         """Return a list of Pair for "train", else RetrievalExamples, with prefixes.
 
-        `ignore_identical_ids` is True. A message counts relevant documents that are missing.
+        A Pair has a grade above 0. Without `whole_corpus` the documents are those judged for
+        validation or test. `ignore_identical_ids` is True. A message counts relevant documents that
+        are missing.
 
         Raises:
-            InputError: The directory has no qrels for the split, a file is malformed, or a query, a
+            InputError: There are no qrels of train for "train", or neither of validation nor of
+                test for one of these two (see `load_beir`); a file is malformed; or a query, a
                 training document or every relevant document is missing.
         """
         # Without a file of its own, each of these two is drawn from the other or from training.

@@ -384,7 +384,9 @@ def _get_objects(holder: dict[str, Any], key: str, location: str) -> list[dict[s
 class LabelSet:
     """Labels of a data set in the order of their indices.
 
-    If `is_indexed`, an integer in a row is the index, from 0, of one of `labels`, not its name.
+    `collect_labels` and `check_label_names` build it. If `is_indexed`, an integer in a row, or its
+    digits as text if no label is a number, is the index, from 0, of one of `labels`, not its name.
+    `index` converts a label of a row, and raises InputError if it is unknown.
     """
 
     labels: tuple[str, ...]
@@ -486,7 +488,7 @@ def read_label_list(row: Mapping[str, Any], location: str) -> list[Any]:
 
     Raises:
         InputError: The value is missing, neither a list nor text, or a list that repeats a value or
-            has a float, such as a vector of 0 and 1.
+            has a float, as most vectors of 0 and 1 do.
     """
     value = get_value(row, "labels" if "labels" in row else "label", location)
     if isinstance(value, str):
@@ -665,7 +667,8 @@ def build_example(
     unless `is_impossible`, `answers` (lists `text` and `answer_start`) that stand in the context.
 
     Args:
-        name, labels: Id if the row has none; labels that it may have, unused for QA and regression.
+        name, labels: Id if the row has none; labels that it may have, whose indices the example
+            has, unused for QA and regression.
         pair_template: Template of pairs (see `build_labelled_text`).
 
     Raises:
@@ -716,8 +719,8 @@ def build_labelled_text(
 
     Args:
         location: Start of the error, such as file:line.
-        pair_template: Template that joins `text` and `text_pair` to one text; TOKENIZER_PAIRS to
-            keep both, for the tokenizer; empty to ignore `text_pair`.
+        pair_template: Template with {text} and {text_pair}, which become one text; TOKENIZER_PAIRS
+            to keep both, for the tokenizer; empty to ignore `text_pair`.
 
     Raises:
         InputError: `text` is missing, or one of the two is not text.

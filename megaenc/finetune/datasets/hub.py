@@ -44,11 +44,11 @@ _ROWS_AT_ONCE = 100_000
 class HubSpec:
     """Description of a Hub data set: family, repository, columns, labels, splits.
 
-    `config` is the configuration on the Hub, None for the default. `fields` has the column on the
-    Hub by our field name; retrieval sets in BEIR's layout have none. `template` joins the texts of
-    an example of SC; `labels`, of SC and TC, are in the order of their indices. If `test`, the
-    Hub's split for test, is not "test", validation is drawn from train. `rule` only describes the
-    splits, for the fingerprint.
+    HUB_DATASETS has them by name. `config` is the configuration on the Hub, None for the default.
+    `fields` has the column on the Hub by our field name; retrieval sets in BEIR's layout have none.
+    `template` joins the texts of an example of SC; `labels`, of SC and TC, are in the order of
+    their indices. If `test`, the Hub's split for test, is not "test", validation is drawn from
+    train. `rule` only describes the splits, for the fingerprint.
     """
 
     family: TaskFamily

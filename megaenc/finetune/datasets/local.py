@@ -50,11 +50,11 @@ class DatasetConfig:
     """Options of data sets: task, text pairs, documents to search, training set.
 
     Each field is a flag of `megaenc finetune run` and `grid`, and an option of `find_dataset`.
-    `task` is a family such as SC, "" to infer it. `pair_template` joins two texts.
-    `validation_fraction` of a single file validates, as much tests; 0 for no split. `whole_corpus`
-    searches all documents of local retrieval data. `train_on` is a retrieval set to train on, ""
-    for each set's own pairs, `demo_folder` the directory of the demo sets. The constructor checks
-    nothing.
+    `task` is a family such as SC, "" to infer it. `pair_template` is "tokenizer", "study" or a text
+    with {text} and {text_pair} (see `check`). `validation_fraction` of a single file validates, as
+    much tests; 0 for no split. `whole_corpus` searches all documents of local retrieval data.
+    `train_on` is a retrieval set to train on, "" for each set's own pairs, `demo_folder` the
+    directory of the demo sets. The constructor checks nothing.
     """
 
     task: Literal["", "SC", "TC", "QA", "IR", "regression", "multi_label"] = ""
@@ -193,14 +193,14 @@ def check_split_fraction(fraction: float, path: Path) -> None:
 
 
 def format_split_error(fraction: float, place: str, content: str) -> str:
-    """Return the error text that --validation-fraction cannot split data.
+    """Return the error text that --validation-fraction needs a single file of data.
 
-    It begins with the flag.
+    It begins with the flag and fits no other cause.
 
     Args:
         fraction: Value of the flag.
         place: Name or path of the data.
-        content: Text on the data, such as the names of its files.
+        content: Words after "found", such as the names of several files.
     """
     return (
         f"--validation-fraction {fraction:g}: found {content} at {place}, "

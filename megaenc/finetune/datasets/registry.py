@@ -84,7 +84,8 @@ def parse_dataset_name(name_or_path: str) -> tuple[str, Path | None]:
     """Return (name in results, path) of a data set, neither of them checked.
 
     `NAME` and `NAME@REVISION` of DATASETS give (NAME, None). The path of `PATH` or `NAME=PATH` need
-    not exist; a repository of the Hub gives its text as path, and `HubReference.name`.
+    not exist; a bare path is named after its directory, or its file without suffixes. A repository
+    of the Hub gives its text as path, and `HubReference.name`.
     """
     base = name_or_path.partition("@")[0]
     if name_or_path in DATASETS or base in hub.HUB_DATASETS:

@@ -62,18 +62,19 @@ def execute_jobs(
     local: LocalExecution,
     printed_messages: Iterable[str] = (),
 ) -> list[FailedJob]:
-    """Run `jobs` in child processes; retry a crashed one once, after the others.
+    """Run `jobs` in child processes; return a FailedJob for each without results.
 
-    A job locked by another process is waited for. Progress and each different message of the runs
-    are printed. All processes are killed at the end; finished results stay.
+    These are in the order of `jobs`. A crashed job is retried once, after the others; one locked by
+    another process is waited for. Progress and each different message of the runs are printed. All
+    processes are killed at the end; finished results stay.
 
     Args:
         run_function: Function that runs a job, as module:name (see RUN_FUNCTION).
         local: Options; its `jobs` and the threads of the first job give the concurrent runs.
         printed_messages: Messages that are not printed again.
 
-    Returns:
-        A FailedJob for each job without results, in the order of `jobs`.
+    Raises:
+        InputError: A lock's file cannot be created, or the fork server was killed.
     """
     if not jobs:
         return []

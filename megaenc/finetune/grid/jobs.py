@@ -178,7 +178,10 @@ def select_remaining_work(
 def is_run_locked(job: FinetuneJob) -> bool:
     """Return whether a process runs the job's training and so holds its lock.
 
-    The lock is taken for a moment to find out.
+    The lock is taken for a moment to find out, which creates missing directories of its file.
+
+    Raises:
+        InputError: The lock's file cannot be created.
     """
     with try_lock_run(job) as is_acquired:
         return not is_acquired
@@ -188,7 +191,8 @@ def try_lock_run(job: FinetuneJob) -> AbstractContextManager[bool]:
     """Return a context manager that tries to lock the job's training without waiting.
 
     It yields whether the lock was acquired, and releases the lock after the block. On a file system
-    without locks the work may be done twice, with equal results, written atomically.
+    without locks it yields True, so that the work may be done twice, with equal results, written
+    atomically. Missing directories of the lock's file are created, below `job.output`.
 
     Raises:
         InputError: The lock's file cannot be created; it is raised by entering the manager.

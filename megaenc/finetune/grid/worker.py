@@ -106,7 +106,8 @@ class ForkedRun(ChildProcess):
     """Child process, forked from the fork server, that attempts a job.
 
     The constructor starts it, or raises InputError if the fork server was killed. Call `poll` until
-    it returns an outcome; `progress` is the latest RunProgress, at first of the stage loading.
+    it returns an outcome, or `kill` to end the process; `take_messages` returns its printed lines.
+    `progress` is the latest RunProgress, at first of the stage loading.
 
     Args:
         context: Result of `start_fork_server`.
@@ -153,7 +154,7 @@ class ForkedRun(ChildProcess):
         process's end."""
 
     def exit_code(self) -> int | None:
-        """Return the exit code of the process, or None while it runs.
+        """Poll the process and return its exit code, or None while it runs.
 
         A negative number is the signal that ended the process.
         """

@@ -38,8 +38,9 @@ its attention."""
 class PackedTexts:
     """Tokenized texts concatenated without padding, shortest first.
 
-    `pack_texts` builds it. `tokens` and `position_ids` (from 0 in each text) are int64[T], the
-    tuple `lengths` has the number of tokens of each text, ascending, at least 1.
+    `pack_texts` builds it from texts that are sorted by length. `tokens` and `position_ids` (from 0
+    in each text) are int64[T], the tuple `lengths` has the number of tokens of each text,
+    ascending, at least 1.
     """
 
     tokens: Tensor
@@ -107,10 +108,10 @@ def batch_by_tokens(lengths: np.ndarray, tokens_per_forward: int) -> list[np.nda
 class Backbone(nn.Module):
     """A transformers model without head that computes token states of texts.
 
-    `load_backbone` builds and tests it. `attention` is the direction in effect, `context_length`
-    the maximum number of tokens of a text, which is not checked. A model that does not support
-    packing (`is_packed` False) gets padded batches of texts of similar length; the states are the
-    same.
+    `load_backbone` builds and tests it, `compute_states` returns states, of `hidden_size`.
+    `attention` is the direction in effect, `context_length` the maximum number of tokens of a text,
+    which is not checked. A model that does not support packing (`is_packed` False) gets padded
+    batches of texts of similar length; the states are the same.
 
     Args:
         model: Base model of transformers.

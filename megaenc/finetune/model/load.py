@@ -251,7 +251,8 @@ class AttentionProbe:
     """Numerical tests of a `backbone`'s attention and accuracy on short random texts.
 
     Attention is tested for its direction and for packing, in float32; accuracy in 16 bits. The
-    backbone must be in eval mode. `load_backbone` runs the tests.
+    backbone must be in eval mode. `load_backbone` runs the tests: `detect_direction`,
+    `enable_packing` and `find_16_bit_error`.
     """
 
     def __init__(self, backbone: Backbone):

@@ -301,7 +301,7 @@ def _express_linear_head(
 def compute_hf_outputs(model: Any, packed: PackedTexts) -> Tensor:
     """Return the outputs of a transformers model on packed texts, right-padded.
 
-    The model must be on the device of `packed`, and in eval mode.
+    The model must be on the device of `packed`, and in eval mode. No gradients are recorded.
 
     Returns:
         Logits, or states if the model has no head: float32[texts, size] of a class for sequences,

@@ -269,7 +269,7 @@ def average_by_seed(
 class RateSensitivity:
     """Mean score over the seeds at each learning rate that has all of them.
 
-    `means` has the scores, as fractions, by rate, at least one.
+    `compute_sensitivity` builds it. `means` has the scores, as fractions, by rate, at least one.
     """
 
     means: dict[float, float]

@@ -215,11 +215,11 @@ def run_directory(
 class DatasetResult:
     """Result of a run on one `dataset`, as `write_result` writes it.
 
-    `scores` are by split (validation, test), `seconds` by stage, `steps` the number of training
-    steps to the end or to the data set's early stop. `trained` is the SHA-256 (hex) of the weights
-    that were evaluated, `protocol` the job's with automatic values resolved. `evaluations` has
-    (step, score as a fraction) of validations during training, of which `best_step` is the best, 0
-    without any.
+    `FinetuneRun.evaluate` builds it. `scores` are by split (validation, test), `seconds` by stage,
+    `steps` the number of training steps to the end or to the data set's early stop. `trained` is
+    the SHA-256 (hex) of the weights that were evaluated, `protocol` the job's with automatic values
+    resolved. `evaluations` has (step, score as a fraction) of validations during training, of which
+    `best_step` is the best, 0 without any.
     """
 
     dataset: str

@@ -26,10 +26,10 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Scores(SplitScores):
-    """Scores of a split for results.json, with score and metrics of each example.
+    """SplitScores for results.json, with score and metrics of each example.
 
-    `score`, `metrics` and `baseline`, that of a trivial predictor, are as in SplitScores;
-    `scores_i` and `metrics_i` have a value for each example, in order.
+    `from_examples` builds it from `scores_i` and, by metric name, `metrics_i`, which have a value
+    for each example, in order. Both are empty in regression and MULTI_LABEL.
     """
 
     scores_i: list[float]
@@ -120,13 +120,16 @@ class FinetuneTask(ABC):
     def encode(self, examples: Examples, encoder: TextEncoder) -> TokenizedSplit:
         """Return the tokenized `examples`, with targets as columns.
 
-        The order is that of the examples; too long ones are cut to `encoder.max_length` tokens.
-        Only examples, encoder and labels determine the result, which may thus be cached.
+        Subclasses implement it. The order is that of the examples; too long ones are cut to
+        `encoder.max_length` tokens. Only examples, encoder and labels determine the result, which
+        may thus be cached.
         """
 
     @abstractmethod
     def evaluate(self, model: TaskModel, data: TokenizedSplit, examples: Examples) -> Scores:
         """Return the Scores of the model on a split, and leave the model in eval mode.
+
+        Subclasses implement it.
 
         Args:
             data: The split's `examples` as tokenized by `encode`.
@@ -229,6 +232,8 @@ class FinetuneTask(ABC):
     def sum_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss summed over `targets`, a scalar: cross-entropy by default.
 
+        The default leaves out targets that equal IGNORE_INDEX.
+
         Args:
             outputs: Result of `compute_outputs`.
             targets: Result of `get_targets` as a tensor on the device of `outputs`.
@@ -283,7 +288,7 @@ class FinetuneTask(ABC):
         """Yield (indices into `rows`, outputs) of each forward pass in eval mode.
 
         Outputs are those of `compute_outputs`, on the model's device, in the order of the indices.
-        Passes of shorter texts come first. The model stays in eval mode.
+        Passes of shorter texts come first. The model stays in eval mode; no gradients are recorded.
 
         Args:
             rows: Indices of texts in `data`.

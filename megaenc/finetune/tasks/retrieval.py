@@ -324,8 +324,8 @@ def compute_query_baseline(
 ) -> dict[str, float]:
     """Return a query's expected metrics over random orders of `documents`.
 
-    They are score, ndcg@10, mrr@10 and recall@100, by name, from 0 to 1. The dict is cached, so it
-    must not be changed.
+    They are score (that is `retrieved_ndcg`), ndcg@10, mrr@10 and recall@100, by name, from 0 to 1.
+    The dict is cached, so it must not be changed.
 
     Args:
         grade_of: Grades of all relevant documents, at least one, by id, also of those that are not
