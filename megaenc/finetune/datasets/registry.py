@@ -23,7 +23,8 @@ def find_dataset(name_or_path: str, **options: Any) -> Dataset:
     """Return the Dataset of a known name, a local path or a repository of the Hub.
 
     A missing demo set is written, which takes minutes. Local data and repositories are read to find
-    labels; other data is downloaded by `load_split`. A wrong name, option or file is an InputError.
+    labels; other data is downloaded by `load_split`. A wrong name, file or `pair_template` is an
+    InputError, as are options that do not fit the data.
 
     Args:
         name_or_path: A name of DATASETS (`sst2`, or `sst2@REVISION` of the Hub); a path to local
