@@ -52,7 +52,7 @@ def atomic_files(
         before_rename: Called before the first rename; an error in it counts as one of the block.
 
     Raises:
-        InputError: Writing in the block or renaming fails, or the block has not created a file.
+        InputError: A write or rename fails, or the block has not created a file. Other errors pass.
     """
     temporary = [temporary_path(path) for path in paths]
     try:

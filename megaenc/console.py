@@ -166,9 +166,9 @@ class ProgressRow(NamedTuple):
 class ProgressLine:
     """Context manager of rank 0's progress line, which is live on a terminal.
 
-    The line has description, bar, percentage, fields and time left; other ranks show nothing. In a
-    file or pipe it is a plain line at most every `interval` seconds, and one at the end unless an
-    exception occurred.
+    The line has `description`, bar, percentage, fields and time left; other ranks show nothing. In
+    a file or pipe it is a plain line at most every `interval` seconds (10 by default), and one at
+    the end unless an exception occurred.
 
     Args:
         total: In the unit of `done` of `update`; None: unknown.

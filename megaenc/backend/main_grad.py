@@ -64,7 +64,7 @@ def enable_in(chunks: Iterable[torch.nn.Module]) -> None:
 
     These are all linear layers of megatron-core in `chunks`, this rank's model chunks in
     megatron-core's DistributedDataParallel, which must have float32 buffers. `install` must have
-    been called.
+    been called before. Neither is checked.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 

@@ -20,7 +20,10 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     Arguments are params, lr, betas, eps and weight_decay as in torch.optim.AdamW, but without
     weight decay by default; `adam_w_mode=False` raises ValueError. State of a parameter: `exp_avg`,
-    `exp_avg_sq`, in its dtype; of a group: `step`, the number of optimizer steps. See Loshchilov &
+    `exp_avg_sq`, in its dtype; of a group: `step`, the number of optimizer steps. The caller may
+    set, before a step, `grad_scale`, by which all gradients are divided, `frozen`, the indices of
+    weights without a gradient that stay as they are, and `frozen_steps`, for each parameter the
+    steps of its group in which it was frozen: bias correction leaves them out. See Loshchilov &
     Hutter 2019.
     """
 
@@ -73,6 +76,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
     def count_updates(self, p: torch.Tensor, group: dict[str, Any]) -> int:
         """Return the number of updates of a parameter, with that of the present step.
+
+        It is the `step` of `group` less the parameter's `frozen_steps`, and at least 1.
 
         Args:
             group: Element of `param_groups` that has the parameter.

@@ -18,11 +18,12 @@ FLOAT8_ALIGNMENT = 16
 class KernelConfig:
     """Flags of the layers' kernels: attention, fused kernels, linear layers, float8.
 
-    `attention_backend` is "auto" for the first that passes, `fused_kernels` whether Triton kernels
-    are used, `transformer_impl` "local" or "transformer_engine" for linear layers and norms, and
-    `fp8_format` "hybrid", "e4m3" or None for no float8. All are tested as an Engine is built: fused
-    kernels that fail are replaced by torch's operations; a chosen attention, Transformer Engine or
-    float8 that fails is an InputError.
+    `attention_backend` is "flash", "varlen", "cudnn", "onednn", "sdpa" or, for the first of these
+    that passes, "auto"; `fused_kernels` is whether Triton kernels are used, `transformer_impl`
+    "local" or "transformer_engine" for linear layers and norms, and `fp8_format` "hybrid", "e4m3"
+    or None for no float8. All are tested as an Engine is built: fused kernels that fail are
+    replaced by torch's operations; a chosen attention, Transformer Engine or float8 that fails is
+    an InputError.
     """
 
     attention_backend: Literal["auto", "flash", "varlen", "cudnn", "onednn", "sdpa"] = "auto"
@@ -94,8 +95,10 @@ class ParallelConfig:
     def check(self, world_size: int) -> None:
         """Raise InputError unless `world_size` processes and the flags fit together.
 
-        The world size must be a multiple of tensor x pipeline size. Layers are left to
-        `layers_per_chunk`, recomputation to `check_recompute`, the machine to `check_device`.
+        The world size must be a multiple of tensor x pipeline size. Sequence parallelism needs a
+        tensor size of 2 or more, `overlap_param_gather` both `use_distributed_optimizer` and
+        `overlap_grad_reduce`. Layers are left to `layers_per_chunk`, recomputation to
+        `check_recompute`, the machine to `check_device`.
         """
         tensor = self.tensor_model_parallel_size
         pipeline = self.pipeline_model_parallel_size

@@ -23,7 +23,7 @@ def reduce_over_ranks(
 ) -> list[float]:
     """Return each of `values` reduced over all ranks, in order and on every rank.
 
-    All ranks call this together, with equally many values.
+    All ranks of the process group call this together, with equally many values.
 
     Args:
         op: Reduction such as ReduceOp.SUM, MIN or MAX.
@@ -37,7 +37,7 @@ def reduce_over_ranks(
 def is_same_on_all_ranks(content: bytes) -> bool:
     """Return on every rank whether all ranks pass the same `content`.
 
-    All ranks call this together. SHA-256 digests are compared.
+    All ranks of the process group call this together. SHA-256 digests are compared.
     """
     words = struct.unpack("8I", hashlib.sha256(content).digest())
     maxima = reduce_over_ranks([*words, *(-word for word in words)], ReduceOp.MAX)
@@ -47,7 +47,8 @@ def is_same_on_all_ranks(content: bytes) -> bool:
 def gather_lowest(value: Value | None, limit: int = 1) -> tuple[dict[int, Value], int]:
     """Return the values of the `limit` lowest ranks whose `value` is not None.
 
-    All ranks call this together, with the same `limit`. Values must be picklable.
+    All ranks of the process group call this together, with the same `limit`. Values must be
+    picklable.
 
     Returns:
         The values by rank, lowest rank first, and the number of all ranks whose value is not None;
@@ -69,8 +70,8 @@ def gather_lowest(value: Value | None, limit: int = 1) -> tuple[dict[int, Value]
 def broadcast_object(value: Value, rank: int = 0) -> Value:
     """Return on every rank the `value` of rank `rank`, which must be picklable.
 
-    All ranks call this together; the values of other ranks are ignored. Rank `rank` gets `value`
-    itself, the others a copy.
+    All ranks of the process group call this together; the values of other ranks are ignored. Rank
+    `rank` gets `value` itself, the others a copy.
     """
     values = [value if dist.get_rank() == rank else None]
     dist.broadcast_object_list(values, src=rank)
