@@ -266,7 +266,7 @@ def write_run_files(
     in tokens), `dtype` (of the weights) and `objective` (a schedule) are for config.yaml.
 
     Args:
-        directory: Existing directory to write to.
+        directory: Existing directory to write to; OSErrors pass.
         output: Path that the directory will have, which config.yaml names.
         model: Model whose `vocab_size` is set, to the rows of the embedding.
         source: Origin of the weights, for the field `source` of run.json.

@@ -23,14 +23,15 @@ _MAX_METRICS_BYTES = 1 << 30
 class ExportProvenance:
     """Facts about the training and the content of an export, for its model card.
 
-    `Exporter` builds it. `schedule_text` and `schedule` are the objective schedule. `tokens` is the
-    number of tokens that the run has read up to `step`, of `total_iters` steps. `start` has the
-    earlier runs and models that the first weights come from, `metrics` the result of
-    `read_last_metrics`. `data` and `tokenizer` are fingerprints. `converted` (with `added_token`,
-    its mask token) and `merge` are set for a model that was not trained here but converted or
-    merged. `architecture`, `dtype`, `encoder_only`, `sentences` (files of sentence-transformers),
-    `transformers` (lowest version) and `document` (one with its special tokens) tell what is
-    exported. `parameters` is 0, and a text is empty, if it is unknown.
+    `Exporter` builds it. `schedule` is the objective schedule that `schedule_text` names. `tokens`
+    is the number of tokens that the run has read up to `step`, of `total_iters` steps. `start` has
+    the earlier runs and models that the first weights come from, `metrics` the result of
+    `read_last_metrics`. For weights that no run has trained, `converted` is True (`added_token` is
+    then the mask token that was added) or `merge` a MergeRecord. `encoder_only` is True without
+    output layer, `sentences` with files of sentence-transformers. `parameters` is 0 if unknown.
+    These are texts, empty if unknown: `data` and `tokenizer` (fingerprints), `architecture`
+    (transformers' class), `dtype`, `license`, `transformers` (lowest version) and `document` (one
+    of training with its special tokens).
     """
 
     schedule_text: str

@@ -52,7 +52,7 @@ class ParamMapping:
 
 
 class QKVMapping(ParamMapping):
-    """Mapping of linear_qkv, its weight or bias, to query, key and value.
+    """ParamMapping of linear_qkv, its weight or bias, to query, key and value.
 
     linear_qkv interleaves their rows by group. With three names in `hf` each has a matrix; with
     one, this matrix has the rows of query, key and value one after another.
@@ -83,7 +83,7 @@ class QKVMapping(ParamMapping):
 
 
 class NeoBERTQKVMapping(ParamMapping):
-    """Mapping of linear_qkv to NeoBERT's matrix with the rows in another order.
+    """ParamMapping of linear_qkv to NeoBERT's matrix with the rows in another order.
 
     There are no query groups; both matrices have query, key and value of each head together. Rotary
     positions rotate neighbouring rows of a query or key in NeoBERT, and rows of its two halves in
@@ -112,7 +112,7 @@ class NeoBERTQKVMapping(ParamMapping):
 
 
 class GatedMLPMapping(ParamMapping):
-    """Mapping of linear_fc1 to the matrices of the gate and of the up projection."""
+    """ParamMapping of linear_fc1 to the matrices of the gate and of the up projection."""
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
         """Return (gate, up projection), the halves of linear_fc1, as contiguous tensors."""

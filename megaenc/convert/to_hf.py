@@ -69,13 +69,13 @@ def to_hf(
 ) -> int:
     """Export a checkpoint of a run to a new directory, verify it, and return its step.
 
-    Writes config.json, safetensors, tokenizer, README.md and the certificate, conversion.json. The
-    output at position i predicts token i + `prediction_shift` of config.json. After an InputError
-    (a part is missing, the export differs) no directory is left, unless only the upload failed.
+    One process calls it, without a process group. It writes config.json, safetensors, tokenizer,
+    README.md and the certificate, conversion.json. Output i predicts token i + `prediction_shift`
+    of config.json. After an InputError no directory is left, unless only the upload failed.
 
     Args:
         load: Run directory.
-        output: Directory to create. With `push` it may hold the same export, which is uploaded.
+        output: Directory to create, with parents. With `push` it may hold the same export already.
         step: Step of the checkpoint; None: the newest.
         push: Hub repository, ORG/NAME, whose main revision becomes the export; empty: no upload.
         options: Those of `Exporter`, such as `architecture="llama"`.
@@ -195,7 +195,8 @@ class Exporter:
     a step (`RunCheckpoint.at_step`), and options of `megaenc convert to-hf`: `architecture` (family
     to write; None to choose it), `dtype` ("run", "bf16" or "fp32"), `max_shard_size` (text such as
     5GB), `sentence_transformers` and `encoder_only` (add files, or leave out the output layer), and
-    `license` for the model card. It checks them (InputError), and reads no weights.
+    `license` for the model card. It checks them (InputError), and reads no weights. `write` exports
+    a step, `check_written` checks an export that exists.
     """
 
     def __init__(
@@ -259,6 +260,8 @@ class Exporter:
 
     def write(self, directory: Path, name: str, step: int) -> None:
         """Write and verify the export of one step in `directory`.
+
+        One process calls it, without a process group.
 
         Args:
             directory: Existing empty directory.

@@ -138,10 +138,10 @@ def check_activation(name: Any, file: str) -> None:
 def read_layer_types(
     kinds: list[str], bases: dict[str, float], read_window: Callable[[], int], file: str
 ) -> dict[str, Any]:
-    """Return window, rotary bases and global layers of ModelConfig for `layer_types`.
+    """Return `rotary_base`, and with local layers window and global layers, by field.
 
     Args:
-        kinds: The `layer_types` of a config.json, each FULL or LOCAL.
+        kinds: The `layer_types` of a config.json, each FULL (global) or LOCAL.
         bases: Rotary base by kind, of each kind that occurs.
         read_window: Returns `window_size` of ModelConfig; called only with local layers.
         file: File that errors name.

@@ -51,7 +51,7 @@ class MergedCheckpoint:
 
 @dataclass(frozen=True)
 class MergeRecord:
-    """Record of a merge in run.json.
+    """Record of a merge in run.json, as `merge` returns it.
 
     method: one of METHODS; checkpoints: those that were merged, in order; base and density: those
     of TIES, None for other methods.
@@ -111,7 +111,7 @@ def merge_slerp(tensors: Sequence[Tensor], t: float) -> Tensor:
     opposite, or one of them is zero.
 
     Args:
-        tensors: Two tensors a and b of equal shape.
+        tensors: Two tensors a and b of equal shape, on the CPU.
         t: Position from a (0) to b (1).
     """
     dots = np.zeros(3)  # of (a, a), (b, b), (a, b)
