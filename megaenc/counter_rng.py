@@ -85,11 +85,12 @@ def permutation(
 class KeyedPermutation:
     """Random permutation of range(count) in constant memory: `permutation[index]`.
 
-    It is determined by (seed, purpose, counters), see `random_words`, and differs from that of
-    `permutation`. `count`, its `len`, is from 1 to 2**62, else the constructor raises ValueError;
-    an index outside range(count) is an IndexError. It is a Feistel network over the bits of
-    count - 1, repeated for results outside the range until they are inside (cycle walking: Black
-    and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    `KeyedPermutation(seed, purpose, count, counters=())` is determined by its arguments (see
+    `random_words`), and differs from what `permutation` returns for them. `count`, its `len`, is
+    from 1 to 2**62, else the constructor raises ValueError; an index outside range(count) is an
+    IndexError. It is a Feistel network over the bits of count - 1, repeated for results outside the
+    range until they are inside (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite
+    Domains, 2002).
     """
 
     def __init__(self, seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()):

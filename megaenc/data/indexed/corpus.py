@@ -40,6 +40,7 @@ class Corpus:
     """Memory-mapped tokenized corpus on disk, of D documents in S sequences.
 
     Build it only by `Corpus.open`; `len` is D. Documents and sequences have 0-based indices.
+    `tokens` and `read_spans` read parts of documents; call `check_vocabulary` before.
     `prefix` is the path without extension, a str, and `metadata` the content of PREFIX.json, None
     for a corpus written by Megatron's own tool. `document_lengths`, int64[D], and
     `sequence_lengths`, int32[S], are in tokens, zeros allowed. `first_sequences` is int64[D + 1]:
@@ -450,7 +451,7 @@ def check_index_ends(
     Args:
         prefix: Path of the corpus's files without extension.
         index: Arrays of the .idx, of which only the ends are read.
-        token_type: Type of the tokens, as `check_index` returns it.
+        token_type: Type of the tokens, as returned by `check_index`, which must have passed.
         expected_bytes: Size that the .bin must have; None: the end of the last sequence.
     """
     lengths = index.lengths
@@ -476,7 +477,8 @@ def _is_checked_at_once(index: IndexArrays) -> bool:
 def check_bin_size(prefix: str, expected_bytes: int) -> None:
     """Raise InputError unless PREFIX.bin has `expected_bytes`.
 
-    They are computed from the sequence lengths in the .idx.
+    They are computed from the sequence lengths in the .idx. A missing .bin is a
+    FileNotFoundError.
     """
     actual_bytes = Path(f"{prefix}.bin").stat().st_size
     if actual_bytes != expected_bytes:
@@ -499,7 +501,8 @@ def check_metadata(
     """Raise InputError unless `metadata` matches the .bin and .idx of the corpus.
 
     The counts and the token type of `metadata` must be those given, the sizes in bytes those of the
-    files on disk. `prefix` is the path of the files without extension.
+    files on disk, which must exist (else FileNotFoundError). `prefix` is their path without
+    extension.
     """
     actual = {
         "documents": documents,

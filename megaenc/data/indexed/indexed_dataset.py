@@ -43,7 +43,8 @@ class IndexArrays:
 
     `lengths`, int32[S], and `pointers`, int64[S], are the length of each sequence in tokens and its
     byte offset in the .bin; `documents`, int64[D + 1], is the first sequence of each document, then
-    S. They are unaligned, and many NumPy functions copy unaligned arrays: pass slices.
+    S. `map` opens a file. The arrays are unaligned, and many NumPy functions copy unaligned arrays:
+    pass slices.
     """
 
     lengths: np.ndarray
@@ -102,8 +103,9 @@ class IndexedWriter:
 
     `IndexedWriter(bin_path, idx_path, dtype)` takes the name of one of TOKEN_TYPES, as from
     `token_dtype`; `open_writers` builds several and closes them. `documents`, `sequences` and
-    `tokens` count what has been added. The files are written in place, not atomically: the
-    constructor empties an existing .bin, and only `finish` writes the .idx.
+    `tokens` count what `add_documents` and `append_corpus` have added. The files are written in
+    place, not atomically: the constructor empties an existing .bin, and only `finish` writes the
+    .idx.
     """
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: str) -> None:

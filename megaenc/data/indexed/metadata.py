@@ -21,7 +21,8 @@ class TokenizerIdentity:
     `name` is that on the Hub, or the last part of the directory's path; only the fingerprints,
     those of `Vocabulary`, identify the tokenizer (`text_fingerprint` is None if it is equal to
     `fingerprint`). `eos_id` (EOS, else SEP) and `mask_id` are those of `Vocabulary`, None if the
-    tokenizer lacks them; `CorpusMetadata.eod` tells whether documents end with a special token.
+    tokenizer lacks them. `CorpusMetadata` has the number of ids (`vocab_size`), and tells whether
+    documents end with a special token (`eod`).
     """
 
     name: str

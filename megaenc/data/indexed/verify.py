@@ -31,10 +31,10 @@ _ENTRIES = 1 << 20  # of the .idx, checked together
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Flags of `megaenc data verify`, each a field.
+    """Arguments of `megaenc data verify`, each a field.
 
-    `prefix` are paths of corpora without extension, `tokenizer` the directory or Hub name of their
-    tokenizer, "" to skip the checks that need it.
+    `prefix`, the positional ones, is a tuple of paths of corpora without extension. `tokenizer`,
+    a flag, is the directory or Hub name of their tokenizer, "" to skip the checks that need it.
     """
 
     prefix: Annotated[tuple[str, ...], Positional, arg(metavar="PREFIX")]

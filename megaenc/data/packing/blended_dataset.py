@@ -20,11 +20,14 @@ from megaenc.errors import InputError
 class BlendedDataset:
     """Packs of several corpora, mixed evenly by weight.
 
-    `dataset[s]` is the Pack of the 0-based sample s of the run, from one corpus. The order of
-    corpora depends only on weights and limits. It repeats after at most PERIOD (65,536) samples if
-    every corpus has one there, `is_tempered` is False and no corpus ends. Within a corpus, packs
-    keep the order that they have without the others. `sources` are the words of --data-path of the
-    corpora, and `datasets` their packs.
+    `BlendedDataset(datasets, weights)` takes the endless packs of each corpus and its weight, a
+    positive Fraction in any unit; each corpus ends after its number of packs in `limits`, if given.
+    `dataset[s]` is the Pack of the 0-based sample s of the run, from one corpus; IndexError if s is
+    below `first_sample`, InputError after the end of all corpora. The order of corpora depends only
+    on weights and limits. It repeats after at most PERIOD (65,536) samples if every corpus has one
+    there, `is_tempered` is False and no corpus ends. Within a corpus, packs keep the order that
+    they have without the others. `sources` are the words of --data-path of the corpora, and
+    `datasets` their packs.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class BlendedDataset:
     def corpus_of_sample(self, sample: int) -> int:
         """Return the index in `datasets` of the corpus that gives the 0-based `sample`.
 
-        Errors are those of `__getitem__`.
+        Errors are those of `dataset[sample]`.
         """
         return self._order.locate(self._place_of(sample))[0]
 

@@ -28,9 +28,9 @@ _GROUP_BLOCKS = 4
 class DocumentBlocks:
     """Part of a corpus, in blocks of `size` consecutive documents.
 
-    `indices`, int64[B], are the 0-based indices of its blocks in the corpus. Block b has the
-    documents b * size to (b + 1) * size - 1; the last block of a corpus may have fewer. `len` is
-    size * B, the number of documents at most.
+    `split_corpus` returns it for a large corpus. `indices`, int64[B], are the 0-based indices of
+    its blocks in the corpus. Block b has the documents b * size to (b + 1) * size - 1; the last
+    block of a corpus may have fewer. `len` is size * B, the number of documents at most.
     """
 
     size: int
@@ -80,7 +80,7 @@ class BlockSource(Protocol):
 
 
 class BlockStream(TokenStream):
-    """Stream that shuffles blocks of documents, and documents within a few blocks.
+    """TokenStream that shuffles blocks, and the documents within a few blocks.
 
     `BlockStream(corpus, blocks, seed)` takes the documents of `blocks` of a BlockSource, and raises
     InputError if they hold no token. In each epoch, a random order of the blocks is cut into groups

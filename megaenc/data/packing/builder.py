@@ -46,7 +46,7 @@ PACKINGS: dict[str, type[CorpusPackedDataset]] = {
 
 @dataclass(frozen=True)
 class CorpusUsage:
-    """Use of one corpus by a part of a run.
+    """Use of one corpus by a part of a run, by `RunData.corpus_usage`.
 
     It has the corpus's `prefix`, the fraction of the blend's packs that the weights give to it
     (`share`), the number of `packs` and passes (`epochs`, such as 1.25) in this part of the run,
@@ -110,7 +110,7 @@ class RunData:
         Args:
             data_path: Prefixes or patterns, each after a weight; without weights all share one.
             split: Weights of training, validation and test documents, as in `parse_split`.
-            packing: How training packs are cut, a key of PACKINGS.
+            packing: How training packs are cut: concat, random-length or sentences.
             order: "documents" or "blocks", see `split_corpus`.
             temperature: Exponent of the sizes of corpora that share a weight.
             max_epochs: Passes over a corpus after which it leaves the blend; None: it never does.
@@ -197,7 +197,8 @@ class RunData:
         """Return a text that is equal for the same blend of corpora with held-out packs.
 
         Split and pack length, which decide on these packs too, are not part of it;
-        --blend-max-epochs does not matter to it.
+        --blend-max-epochs does not matter to it. Without held-out packs it is the text of a
+        periodic blend.
         """
         return self._describe(self.held_out is None or self.held_out.is_periodic, None)
 

@@ -97,6 +97,8 @@ class CorpusOrder(ABC):
     Corpora, samples, packs of a corpus and blocks have 0-based indices. The packs of a corpus come
     in order. `samples` is the number of samples, None if there is no end; methods do not check that
     a sample is below it. Samples are computed in blocks of `block_size`, when one is needed.
+    Subclasses set `samples` and `block_size`, and implement `count_packs`, `arrange_block` and
+    `skip_packs`.
     """
 
     block_size: int
@@ -158,7 +160,7 @@ class CorpusOrder(ABC):
 
 
 class PeriodicOrder(CorpusOrder):
-    """Endless order that repeats a period of counts[c] samples of each corpus c.
+    """Endless CorpusOrder that repeats a period of counts[c] samples of each corpus c.
 
     `counts` are those of `find_period_counts`, and `block_size` is their sum. After any number of
     samples each corpus is less than one sample away from its part of them.
@@ -192,7 +194,7 @@ class PeriodicOrder(CorpusOrder):
 
 
 class DueOrder(CorpusOrder):
-    """Order without a period for any number of corpora, each of which may end.
+    """CorpusOrder without a period for any number of corpora, each of which may end.
 
     `DueOrder(weights, limits)` takes a positive weight per corpus, in any unit, and the packs after
     which each ends, int64[corpora] (None: no corpus ends). Pack j of a corpus of weight w is due at

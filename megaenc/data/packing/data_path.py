@@ -91,8 +91,8 @@ def may_share_weights(words: Sequence[str]) -> bool:
 class CorpusSource:
     """Word of --data-path: the prefix of a corpus, or a pattern of prefixes.
 
-    `word` is as given, `prefixes` are those of the corpora for which it stands, and `weight` is
-    that of all of them together, a Fraction; None if no word has one.
+    `find_corpora` returns it. `word` is as given, `prefixes` are those of the corpora for which it
+    stands, and `weight` is that of all of them together, a Fraction; None if no word has one.
     """
 
     weight: Fraction | None

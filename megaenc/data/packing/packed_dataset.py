@@ -91,7 +91,8 @@ class CorpusPackedDataset(ABC):
     It takes a `corpus`, the `documents` of it to read, int64[D] indices or DocumentBlocks,
     `seq_length` in tokens, and a `seed`; InputError if they hold no token. `dataset[s]` is the Pack
     of the 0-based sample s, a pure function of these and s. Within each epoch packs are in random
-    order. Otherwise the pieces of one long document would meet in one batch.
+    order. Otherwise the pieces of one long document would meet in one batch. Subclasses implement
+    `epoch_of_sample`, `first_sample_of_epoch` and `start_of_pack`.
     """
 
     def __init__(
@@ -193,8 +194,9 @@ class CorpusPackedDataset(ABC):
 class ConcatPackedDataset(CorpusPackedDataset):
     """Endless packs of one corpus, cut from its stream every `seq_length` tokens.
 
-    No token is lost or padded: a pack may go on into the next document and the next epoch. Each end
-    of a document is a boundary in `cu_seqlens`.
+    It is built like a CorpusPackedDataset, from `corpus`, `documents`, `seq_length` and `seed`. No
+    token is lost or padded: a pack may go on into the next document and the next epoch. Each end of
+    a document is a boundary in `cu_seqlens`.
     """
 
     def epoch_of_sample(self, sample: int) -> int:

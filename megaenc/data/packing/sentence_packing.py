@@ -37,9 +37,9 @@ class SentencePackedDataset(CorpusPackedDataset):
     """Packs of one corpus that each start at a sentence.
 
     It is built like a CorpusPackedDataset, from a Corpus, `documents`, `seq_length` and `seed`;
-    InputError if every document is one sequence, or the documents hold no token. The rest of a
-    sentence that a pack cuts is dropped; a sentence longer than a pack fills one pack. Attention
-    ends where a document ends, not where a sentence does.
+    InputError if the corpus was not split into sentences (`check_has_sentences`), or the documents
+    hold no token. The rest of a sentence that a pack cuts is dropped, however long the rest is.
+    Attention ends where a document ends, not where a sentence does.
     """
 
     def __init__(
@@ -48,8 +48,7 @@ class SentencePackedDataset(CorpusPackedDataset):
         """Cut packs as CorpusPackedDataset does.
 
         Raises:
-            InputError: Every document of the corpus is one sequence, or the documents hold no
-                token.
+            InputError: The corpus was not split into sentences, or the documents hold no token.
         """
         check_has_sentences(
             getattr(corpus, "prefix", "the corpus"),

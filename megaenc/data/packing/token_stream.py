@@ -35,7 +35,8 @@ class TokenStream(ABC):
 
     Documents of `corpus` are joined in a random order that `seed` and the epoch determine; those
     without tokens are left out. A position is a number of tokens from the start of the stream.
-    Epochs are 0-based and have `tokens_per_epoch` tokens each, which the subclass sets.
+    Epochs are 0-based and have `tokens_per_epoch` tokens each, which the subclass sets; it also
+    implements `_read_piece`, for `read`, and `epoch_documents`.
     """
 
     def __init__(self, corpus: object, seed: int):

@@ -31,7 +31,8 @@ def parse_valid_data_path(words: Sequence[str]) -> dict[str, str]:
 
     Raises:
         InputError: A word has no `=`, a name or prefix is empty, or a name is given twice, has
-            other characters than ASCII letters, digits, `_`, `-` and `.`, or begins with a sign.
+            other characters than ASCII letters, digits, `_`, `-` and `.`, or does not begin with a
+            letter or digit.
     """
     prefixes: dict[str, str] = {}
     for word in words:
