@@ -180,11 +180,15 @@ def submit_stages(
         if stage.id not in done:
             batches[strip_training_set(stage.id)].append(stage)
     queued = ids.keys() & batches.keys()
+    left_out: set[str] = set()
     for id, batch in batches.items():
         if id in queued:
             continue
         needs = [need for need in batch[0].needs if need in ids]
-        if not on_slurm and not all(_wait_for_success(job) for need in needs for job in jobs[need]):
+        if left_out.intersection(batch[0].needs) or (
+            not on_slurm and not all(_wait_for_success(job) for need in needs for job in jobs[need])
+        ):
+            left_out.add(id)
             print_rank_0(f"{id}: not submitted, because a stage that it needs has failed")
             continue
         after = [ids[need] for need in needs]

@@ -147,13 +147,13 @@ def test_submitits_own_executors_do_a_study(tmp_path, monkeypatch, capsys):
         FakeStage("pretrain/a", tmp_path, ("corpus",)),
         FakeStage("pretrain/b", tmp_path, ("corpus",), script="echo no room; exit 3"),
         FakeStage("export/b", tmp_path, ("pretrain/b",)),
+        FakeStage("finetune/b@demo_sc", tmp_path, ("export/b",)),
     ]
     submit_stages(nodes, tmp_path, ClusterConfig(slurm_cluster="debug"))
-    assert [node.is_done() for node in nodes] == [True, True, False, False]
-    assert (
-        "export/b: not submitted, because a stage that it needs has failed"
-        in capsys.readouterr().out
-    )
+    assert [node.is_done() for node in nodes] == [True, True, False, False, False]
+    printed = capsys.readouterr().out
+    for name in ("export/b", "finetune/b"):
+        assert f"{name}: not submitted, because a stage that it needs has failed" in printed
     export = FakeStage("export/a", tmp_path, ("pretrain/a",))
     jobs = submit_stages([nodes[1], export], tmp_path, ClusterConfig(slurm_cluster="local"))
     assert list(jobs) == ["export/a"]

@@ -176,8 +176,8 @@ def build_loss_figure(runs: Mapping[str, TrainedRun]) -> FigureSpec:
             )
         )
     caption = (
-        "Loss on held-out text objective each objective, independent of the training objective at "
-        "that step. A branch begins at its parent's step; continued pretraining counts its own "
+        "Loss on held-out text under each objective, whatever the training objective is at that "
+        "step. A branch begins at its parent's step; continued pretraining counts its own "
         "steps."
     )
     return FigureSpec(key, title, caption, tuple(panels))
