@@ -3,44 +3,26 @@
 import hashlib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megaenc.console import print_rank_0
-from megaenc.data.sources.text_files import format_names, strip_compression_suffix
+from megaenc.data.sources.text_files import strip_compression_suffix
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.beir import load_beir_pairs
 from megaenc.finetune.datasets.hub import load_from_hub
 from megaenc.finetune.datasets.hub_repository import parse_hub_reference
+from megaenc.finetune.datasets.pair_rows import TrainingPair, build_pair
 
 EXPECTED_PAIRS = (
     "pairs in .jsonl, .csv, .tsv or .parquet (columns query and document, or anchor and positive), "
     "SQuAD's .json, "
     "a BEIR directory with qrels/train.tsv, or ORG/NAME on the Hugging Face Hub"
 )
-# Of sentence-transformers and SQuAD too.
-_QUERY_KEYS = ("query", "anchor", "question")
-_DOCUMENT_KEYS = ("document", "positive", "context")
-_NEGATIVE_KEY = re.compile(r"negative(?:_(\d{1,6}))?")
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingPair:
-    """Texts of a training pair, without prefixes; a frozen, hashable dataclass.
-
-    They are a `query`, its relevant `document`, and hard `negatives`, irrelevant documents that are
-    similar to the query; () without any.
-    """
-
-    query: str
-    document: str
-    negatives: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +64,7 @@ def load_pairs(sources: Sequence[str]) -> PairData:
             if "context" in row and isinstance(answers, Mapping) and answers.get("text") == []:
                 unanswerable += 1
                 continue
-            pairs[_build_pair(row, location)] = None
+            pairs[build_pair(row, location)] = None
             total += 1
         if total == before:
             raise InputError(f"{source}: found no pair, expected {EXPECTED_PAIRS}")
@@ -126,75 +108,6 @@ def _read_source(source: str) -> Iterator[formats.Row]:
     if not bare.endswith(_SUFFIXES):
         raise InputError(f"{source}: found the ending {path.suffix!r}, expected {EXPECTED_PAIRS}")
     yield from formats.read_rows(path)
-
-
-def _build_pair(row: Mapping[str, Any], location: str) -> TrainingPair:
-    """Return the TrainingPair of a row.
-
-    Raises:
-        InputError: A text is missing or empty, or the query or a negative is the document itself.
-    """
-    query = _get_text(row, _QUERY_KEYS, location)
-    document = _get_text(row, _DOCUMENT_KEYS, location)
-    if query.strip() == document.strip():
-        raise InputError(
-            f"{location}: query and document are the same text, expected two different texts"
-        )
-    negatives = _get_negatives(row, location)
-    if document in negatives:
-        raise InputError(
-            f"{location}: negative {negatives.index(document) + 1} is the document itself, "
-            "expected another text"
-        )
-    return TrainingPair(query, document, negatives)
-
-
-def _get_text(row: Mapping[str, Any], keys: Sequence[str], location: str) -> str:
-    """Return the text of the only column among `keys` that the row has.
-
-    Raises:
-        InputError: The row has none or several of them, or the text is empty.
-    """
-    present = [key for key in keys if key in row]
-    if len(present) != 1:
-        raise InputError(
-            f"{location}: found {format_names(present or row)}, expected one column of "
-            f"{', '.join(keys)}"
-        )
-    text = formats.get_value(row, present[0], location, str)
-    if not text.strip():
-        raise InputError(f"{location}: key `{present[0]}`: found an empty text, expected words")
-    return text
-
-
-def _get_negatives(row: Mapping[str, Any], location: str) -> tuple[str, ...]:
-    """Return the hard negatives of a row, without empty cells.
-
-    They are the list `negatives`, or the columns `negative`, `negative_1` and so on.
-    """
-    columns = {key: match for key in row if (match := _NEGATIVE_KEY.fullmatch(key))}
-    if "negatives" not in row:
-        ordered = sorted(columns, key=lambda key: int(columns[key][1] or 0))
-        # Rows of a table may have fewer
-        cells = [(key, row[key]) for key in ordered if row[key] not in (None, "")]
-        return tuple(formats.get_value(row, key, location, str) for key, _ in cells)
-    if columns:
-        raise InputError(
-            f"{location}: found `negatives` and {format_names(columns)}, expected one of the two "
-            "forms"
-        )
-    negatives = row["negatives"] or []
-    if not isinstance(negatives, list):
-        raise InputError(
-            f"{location}: key `negatives`: expected a list of texts; in a table use negative_1, "
-            "negative_2 ..."
-        )
-    for position, text in enumerate(negatives, 1):
-        if not isinstance(text, str) or not text.strip():
-            raise InputError(
-                f"{location}: negative {position}: found {json.dumps(text)[:40]}, expected words"
-            )
-    return tuple(negatives)
 
 
 def _describe(pairs: Sequence[TrainingPair], duplicates: int, unanswerable: int) -> str:
