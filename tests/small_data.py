@@ -107,8 +107,8 @@ def squad(questions: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def write_families(root: Path) -> None:
     """Write a data set for each family: the label is which of two words occurs.
 
-    That of regression counts a word, those of multi-label are three words. Two are of retrieval:
-    `ir` and `other`.
+    That of regression counts a word, those of multi-label are three words. In reranking, a relevant
+    text begins with the query's first word. Two are of retrieval: `ir` and `other`.
     """
     random = np.random.default_rng(0)
     texts = {}
@@ -121,6 +121,7 @@ def write_families(root: Path) -> None:
         asked = []
         rated = []
         labelled = []
+        ranked = []
         for at, text in enumerate(some):
             words = text.split()
             classified.append(
@@ -140,9 +141,13 @@ def write_families(root: Path) -> None:
             rated.append({"id": at, "text": text, "label": words.count("stan") - 0.5})
             labels = [word for word in ("dove", "mill", "stan") if word in words]
             labelled.append({"id": at, "text": text, "labels": labels})
+            others = [other for other in some[at:] + some[:at] if other.split()[0] != words[0]]
+            query = f"{words[0]} {words[-1]}"
+            ranked.append({"query": query, "document": text, "negatives": others[:3]})
         write_file(root / "sc" / f"{split}.jsonl", classified)
         write_file(root / "regression" / f"{split}.jsonl", rated)
         write_file(root / "multi_label" / f"{split}.jsonl", labelled)
+        write_file(root / "reranking" / f"{split}.jsonl", ranked)
         write_file(root / "tc" / f"{split}.jsonl", tagged)
         write_file(root / "qa" / f"{split}.json", squad(asked))
     for name, place in (("ir", 0), ("other", 1)):

@@ -37,6 +37,7 @@ _BASELINE_DESCRIPTIONS = {
     TaskFamily.IR: "random ranking",
     TaskFamily.REGRESSION: "one number for all texts",
     TaskFamily.MULTI_LABEL: "the most frequent label for all texts",
+    TaskFamily.RERANKING: "random ranking",
 }
 """The trivial predictor behind `Scores.baseline` of each family."""
 

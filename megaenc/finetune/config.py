@@ -32,7 +32,8 @@ class FinetuneConfig:
     """
 
     batch_size: PositiveInt = 32
-    """examples of a step; in retrieval, the other documents of the batch are the negatives"""
+    """examples of a step; in retrieval, the other documents of the batch are the negatives; in
+    reranking, a query with one of its documents is an example"""
     max_steps: NonNegativeInt = 1000
     """maximum number of steps; 0: no limit but --epochs"""
     epochs: PositiveFloat = 1.0

@@ -30,7 +30,8 @@ class TaskFamily(StrEnum):
 
     SC is sequence classification, TC token classification, QA extractive question answering and IR
     retrieval: the four of the study (STUDY_FAMILIES). REGRESSION ("regression") predicts a number
-    for each text, MULTI_LABEL ("multi_label") any number of labels.
+    for each text, MULTI_LABEL ("multi_label") any number of labels, RERANKING ("reranking") the
+    relevance of a document to a query.
     """
 
     SC = "SC"  # sequence classification
@@ -39,12 +40,15 @@ class TaskFamily(StrEnum):
     IR = "IR"  # retrieval
     REGRESSION = "regression"  # a number for each text
     MULTI_LABEL = "multi_label"  # any number of labels for each text
+    RERANKING = "reranking"  # relevance of documents to a query
 
 
 STUDY_FAMILIES = (TaskFamily.SC, TaskFamily.TC, TaskFamily.QA, TaskFamily.IR)
 """Task families of the study's claims, figures and averages; the others are in its tables only."""
 SEQUENCE_FAMILIES = (TaskFamily.SC, TaskFamily.REGRESSION, TaskFamily.MULTI_LABEL)
-"""Task families whose examples are `LabelledText`, and whose head reads one state of each text."""
+"""Task families whose examples are `LabelledText`."""
+POOLED_FAMILIES = (*SEQUENCE_FAMILIES, TaskFamily.RERANKING)
+"""Task families whose head reads one state of each text or pair of texts."""
 
 SplitName: TypeAlias = Literal["train", "validation", "test"]
 
@@ -116,6 +120,25 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class RankingQuery:
+    """Example of reranking: a query, its relevant documents and other candidates.
+
+    All are texts without prefixes. No document is given twice.
+    """
+
+    query: str
+    positives: tuple[str, ...]
+    """Relevant documents."""
+    negatives: tuple[str, ...]
+    """Other candidates, which are not relevant."""
+
+    @property
+    def documents(self) -> tuple[str, ...]:
+        """Return all candidates, the relevant ones first."""
+        return self.positives + self.negatives
+
+
+@dataclass(frozen=True)
 class RetrievalExamples:
     """Validation or test split of retrieval: queries, documents and relevance grades.
 
@@ -133,7 +156,12 @@ class RetrievalExamples:
 
 
 Examples: TypeAlias = (
-    list[LabelledText] | list[TaggedWords] | list[Question] | list[Pair] | RetrievalExamples
+    list[LabelledText]
+    | list[TaggedWords]
+    | list[Question]
+    | list[Pair]
+    | list[RankingQuery]
+    | RetrievalExamples
 )
 
 
@@ -150,18 +178,18 @@ class Dataset:
 
     `find_dataset` builds it by name or path, and `load_split` reads its examples by `read_split`.
     `family` is that of the task. `labels` are classes or tags in the order of their indices,
-    ("score",) for regression, empty for QA and IR. `train_on` names the training data, which
-    differs from `name` only in retrieval. `fingerprint`, and `train_fingerprint` of the training
-    data, are SHA-256 (hex) of the data, or of id and revision on the Hub. `pair_template` is empty
-    in TC, QA and IR; in other families it may be set without pairs, too.
+    ("score",) for regression and reranking, empty for QA and IR. `train_on` names the training
+    data, which differs from `name` only in retrieval. `fingerprint`, and `train_fingerprint` of the
+    training data, are SHA-256 (hex) of the data, or of id and revision on the Hub. `pair_template`
+    is set only in SEQUENCE_FAMILIES, and there without pairs, too.
     """
 
     name: str
     """Name of the data set and of its directory in results."""
     family: TaskFamily
     labels: tuple[str, ...]
-    """Labels of SC and MULTI_LABEL, tags of TC (with "O"), ("score",) of regression; empty for QA
-    and IR."""
+    """Labels of SC and MULTI_LABEL, tags of TC (with "O"), ("score",) of regression and reranking;
+    empty for QA and IR."""
     train_on: str
     """Name of the training data set: `name`, except in retrieval."""
     fingerprint: str
@@ -172,7 +200,7 @@ class Dataset:
     """Function that reads a split without the check of `load_split`."""
     pair_template: str = ""
     """Template that joins the two texts of a pair, TOKENIZER_PAIRS if the tokenizer joins them, or
-    empty in TC, QA and IR."""
+    empty in other families than SEQUENCE_FAMILIES."""
 
     def load_split(self, name: SplitName) -> Examples:
         """Return the examples of a split, in order: a list, or RetrievalExamples.
@@ -221,14 +249,15 @@ def split_validation_rows(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_by_fraction(
-    examples: list[LabelledText] | list[TaggedWords] | list[Question], fraction: float
+    examples: list[LabelledText] | list[TaggedWords] | list[Question] | list[RankingQuery],
+    fraction: float,
 ) -> dict[SplitName, list[int]]:
     """Return random row indices by split, ascending, always the same.
 
     About `fraction` of the examples validate and as many test; the rest trains, with every label.
     So it is for the examples of each label, of each range of numbers, and for those that have
-    several labels by their rarest one. Examples with the same text (of pairs the first), words or
-    context are in one split. Splits of few examples may be empty.
+    several labels by their rarest one. Examples with the same text (of pairs the first), words,
+    context or query are in one split. Splits of few examples may be empty.
 
     Args:
         fraction: Fraction of the examples, above 0 and below 0.5.
@@ -237,7 +266,7 @@ def split_by_fraction(
     counts = Counter(label for labels in classes for label in labels)
     ranks = []
     for example, labels in zip(examples, classes, strict=True):
-        # All examples without a class have a number, no label or a question.
+        # All examples without a class have a number, no label, a question or a query.
         unlabelled = (0, getattr(example, "label", 0))
         ranks.append(min(((counts[label], label) for label in labels), default=unlabelled))
     groups: dict[Any, list[int]] = {}
@@ -262,18 +291,24 @@ def split_by_fraction(
     return {split: sorted(rows) for split, rows in splits.items()}
 
 
-def get_split_key(example: LabelledText | TaggedWords | Question) -> str | tuple[str, ...]:
-    """Return the text, words or context of an example.
+def get_split_key(
+    example: LabelledText | TaggedWords | Question | RankingQuery,
+) -> str | tuple[str, ...]:
+    """Return the text, words, context or query of an example.
 
     Examples with the same are in one split of `split_by_fraction`. Of a pair it is the first text.
     """
     if isinstance(example, LabelledText):
         return example.text
+    if isinstance(example, RankingQuery):
+        return example.query
     return example.words if isinstance(example, TaggedWords) else example.context
 
 
-def _get_classes(example: LabelledText | TaggedWords | Question) -> tuple[int, ...]:
-    """Return the label or tag indices of an example, none in regression and QA."""
+def _get_classes(
+    example: LabelledText | TaggedWords | Question | RankingQuery,
+) -> tuple[int, ...]:
+    """Return the label or tag indices of an example, none in regression, QA and reranking."""
     if isinstance(example, TaggedWords):
         return tuple(set(example.tags))
     label = getattr(example, "label", ())

@@ -24,7 +24,7 @@ from megaenc.data.tokenizer.fast_encode import PROBES
 from megaenc.data.tokenizer.special_tokens import set_special_tokens, set_template
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
-from megaenc.finetune.examples import DOCUMENT, QUERY, SEQUENCE_FAMILIES, Question, TaskFamily
+from megaenc.finetune.examples import DOCUMENT, POOLED_FAMILIES, QUERY, Question, TaskFamily
 from megaenc.finetune.job import FinetuneJob
 from megaenc.finetune.model.backbone import Backbone, PackedTexts, pack_texts
 from megaenc.finetune.model.load import load_backbone, load_with_native_head
@@ -382,7 +382,7 @@ class ModelKeeper:
         rows = encoded.gather_rows(list(range(len(texts))))
         actual = [loaded(text, truncation=True)["input_ids"] for text in texts]
         if (
-            self.task.family in SEQUENCE_FAMILIES
+            self.task.family in POOLED_FAMILIES
             and self.encoder.special_tokens.count
             and self.encoder.has_room_for_pairs
         ):

@@ -14,6 +14,7 @@ _PIPELINES = {
     TaskFamily.IR: "sentence-similarity",
     TaskFamily.REGRESSION: "text-classification",
     TaskFamily.MULTI_LABEL: "text-classification",
+    TaskFamily.RERANKING: "text-ranking",
 }
 _USAGE = {
     TaskFamily.SC: """from transformers import pipeline
@@ -43,6 +44,11 @@ tag(["Question: who?\\nContext: ", "a text"], is_split_into_words=True, delimite
 model = SentenceTransformer("DIRECTORY")
 queries, documents = model.encode(["a query"], prompt_name="query"), model.encode(["a text"], prompt_name="document")
 model.similarity(queries, documents)""",
+    TaskFamily.RERANKING: """from sentence_transformers import CrossEncoder
+
+model = CrossEncoder("DIRECTORY")
+model.predict([("a query", "a document")])  # from 0 to 1
+model.rank("a query", ["a document", "another"])""",
 }
 # The pipeline reads `problem_type` of config.json, so that a score is the number itself.
 _USAGE[TaskFamily.REGRESSION] = _USAGE[TaskFamily.SC].replace("classify", "predict")
@@ -74,7 +80,9 @@ def build_finetuned_card(
         needs_spaces: Result of `needs_spaced_words` for TC, else False.
     """
     family = TaskFamily(details["family"])
-    is_retrieval = family == TaskFamily.IR
+    library = "transformers"
+    if family in (TaskFamily.IR, TaskFamily.RERANKING):
+        library = "sentence-transformers"
     rows = "\n".join(
         f"| {split} | {metric} | {100 * value:.2f} |"
         for split, values in details["scores"].items()
@@ -94,7 +102,7 @@ def build_finetuned_card(
         "seed": details["seed"],
         "steps": f"{details['steps']:,}"
         + (f", weights of step {details['best_step']:,}" if "best_step" in details else ""),
-        "head": "none" if is_retrieval else details["protocol"]["head"],
+        "head": "none" if family == TaskFamily.IR else details["protocol"]["head"],
         "attention": details["protocol"]["attention"],
         "trained in": f"{details['protocol']['precision']}; kept and scored in fp32",
         **{
@@ -113,7 +121,7 @@ def build_finetuned_card(
         .replace("PAIR", pair)  # last, as it may have any word
     )
     return f"""---
-library_name: {"sentence-transformers" if is_retrieval else "transformers"}
+library_name: {library}
 pipeline_tag: {_PIPELINES[family]}
 license: unknown
 tags: [megaenc]

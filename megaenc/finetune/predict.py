@@ -1,4 +1,4 @@
-"""Predict labels, tags or answers with a kept model (`megaenc finetune predict`)."""
+"""Predict labels, tags, answers or rankings by a kept model (`megaenc finetune predict`)."""
 
 import contextlib
 import json
@@ -16,11 +16,13 @@ from megaenc.errors import InputError, first_error_line, handle_command_errors
 from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.local import DatasetConfig
+from megaenc.finetune.datasets.pair_rows import merge_queries
 from megaenc.finetune.examples import (
     SEQUENCE_FAMILIES,
     Dataset,
     Examples,
     Question,
+    RankingQuery,
     TaggedWords,
     TaskFamily,
 )
@@ -44,10 +46,11 @@ class PredictConfig:
     model: str = ""
     """directory that `megaenc finetune run --save-model` or `grid --keep` wrote"""
     input: str = ""
-    """JSONL, CSV, TSV, Parquet, CoNLL or SQuAD file with `text` (and `text_pair`), `tokens`, or
-    `question` and `context`; labels are ignored"""
+    """JSONL, CSV, TSV, Parquet, CoNLL or SQuAD file with `text` (and `text_pair`), `tokens`,
+    `question` and `context`, or `query`, `document` and maybe `negatives`; labels are ignored"""
     output: str = ""
-    """JSONL file of predictions, one for each row, in order; by default standard output"""
+    """JSONL file of predictions, one for each row, in order, or in reranking for each document of
+    each query, best first; by default standard output"""
     overwrite: bool = False
     """replace the file of --output if it exists"""
     all_scores: bool = False
@@ -58,9 +61,10 @@ class PredictConfig:
 def predict_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc finetune predict`: write a line of JSON for each row of a file.
 
-    A line is the result of `predict`, with the row's `id` if it has one. The lines go to --output,
-    all at the end. Without it they go to stdout, and everything else to stderr. Wrong input, such
-    as a retrieval model or an existing --output without --overwrite, exits with 2.
+    A line is the result of `predict`, with the row's `id` if it has one; a reranker writes a line
+    for each document of each query, without `id`. The lines go to --output, all at the end. Without
+    it they go to stdout, and everything else to stderr. Wrong input, such as a retrieval model or
+    an existing --output without --overwrite, exits with 2.
 
     Args:
         argv: Arguments after `megaenc finetune predict`; None: `sys.argv[1:]`.
@@ -110,10 +114,13 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
             all_scores=settings.all_scores,
             threshold=threshold,
         )
+    if family != TaskFamily.RERANKING:  # which merges rows
+        predictions = [
+            {"id": row["id"]} | prediction if "id" in row else prediction
+            for (_, row), prediction in zip(rows, predictions, strict=True)
+        ]
     lines = []
-    for (_, row), prediction in zip(rows, predictions, strict=True):
-        if "id" in row:
-            prediction = {"id": row["id"]} | prediction
+    for prediction in predictions:
         line = json.dumps(prediction, ensure_ascii=False)
         # Lone surrogates, which UTF-8 does not have, are written as escapes.
         lines.append(line.encode("utf-8", "backslashreplace").decode() + "\n")
@@ -201,6 +208,8 @@ def _build_examples(
     Raises:
         InputError: A field is missing or wrong; the message names file and line.
     """
+    if family == TaskFamily.RERANKING:
+        return merge_queries((location, row | {"label": 1}) for location, row in rows)
 
     def build() -> Iterator[Any]:
         for location, row in rows:
@@ -260,11 +269,12 @@ def predict(
 
     A prediction is {"label": name, "score": probability} in SC, {"label": number} in regression,
     {"labels": names, of probability `threshold` or more} in MULTI_LABEL, {"tags": a name for each
-    word, O if it was cut off} in TC, and {"answer": text, or ""} in QA. `all_scores` adds
-    {"scores": probabilities by label} in SC and MULTI_LABEL. Probabilities have 6 decimals, numbers
-    7 digits. Progress and the number of cut texts are printed. A directory without such a model, a
-    row that cannot be tokenized and a score that is NaN or inf are an InputError. The GPU is used
-    if there is one.
+    word, O if it was cut off} in TC, and {"answer": text, or ""} in QA; RERANKING has one for each
+    document of each query, best first (`rank_documents`). `all_scores` adds {"scores":
+    probabilities by label} in SC and MULTI_LABEL. Probabilities have 6 decimals, numbers 7 digits.
+    Progress and the number of cut texts are printed. A directory without such a model, a row that
+    cannot be tokenized and a score that is NaN or inf are an InputError. The GPU is used if there
+    is one.
 
     Args:
         directory: Directory that --save-model or --keep wrote.
@@ -349,7 +359,10 @@ def predict(
                     f"--model {directory}: computes scores that are NaN or infinite, "
                     "expected a model that was trained"
                 )
-            if family == TaskFamily.REGRESSION:
+            if family == TaskFamily.RERANKING:
+                for row, score in zip(part, outputs[:, 0].sigmoid().tolist(), strict=True):
+                    predictions[row] = {"score": score}
+            elif family == TaskFamily.REGRESSION:
                 for row, number in zip(part, outputs[:, 0].tolist(), strict=True):
                     predictions[row] = {"label": float(f"{number:.7g}")}
             elif family == TaskFamily.MULTI_LABEL:
@@ -382,4 +395,38 @@ def predict(
                         predictions[row] = {"tags": [labels[tag] for tag in tags]}
             done += len(part)
             line.update(done)
+    if family == TaskFamily.RERANKING:
+        return rank_documents(examples, [prediction["score"] for prediction in predictions])
+    return predictions
+
+
+def rank_documents(
+    queries: Sequence[RankingQuery], scores: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Return a prediction for each document of each query, best first.
+
+    A prediction is {"query": text, "document": text, "score": from 0 to 1, rounded to 7 digits,
+    "rank": from 1}. Queries stay in order, and so do documents with equal scores.
+
+    Args:
+        queries: Queries with their documents.
+        scores: Score of each of their `documents`, in order.
+    """
+    predictions = []
+    start = 0
+    for query in queries:
+        end = start + len(query.documents)
+        ranked = sorted(
+            zip(query.documents, scores[start:end], strict=True), key=lambda pair: -pair[1]
+        )
+        predictions += [
+            {
+                "query": query.query,
+                "document": document,
+                "score": float(f"{score:.7g}"),
+                "rank": rank,
+            }
+            for rank, (document, score) in enumerate(ranked, 1)
+        ]
+        start = end
     return predictions

@@ -55,6 +55,33 @@ def score_multi_label(directory, data):
     return f1_score(gold, found), classify(SENTENCES)
 
 
+def score_reranking(directory, data):
+    """NDCG@10 by the evaluator of sentence-transformers."""
+    from sentence_transformers import CrossEncoder
+    from sentence_transformers.cross_encoder import evaluation
+
+    model = CrossEncoder(str(directory))
+    samples = {}
+    for row in read(data / "test.jsonl"):
+        documents = samples.setdefault(row["query"], {"positive": {}, "negative": {}})
+        documents["positive"][row["document"]] = 1
+        documents["negative"] |= dict.fromkeys(row["negatives"])
+    evaluate = evaluation.CrossEncoderRerankingEvaluator(
+        [
+            {
+                "query": query,
+                "positive": [*documents["positive"]],
+                "negative": [*(documents["negative"].keys() - documents["positive"].keys())],
+            }
+            for query, documents in samples.items()
+        ]
+    )
+    scores = evaluate(model)
+    card = (directory / "README.md").read_text()
+    assert f"| test | mrr@10 | {100 * scores['mrr@10']:.2f} |" in card
+    return scores["ndcg@10"], model.predict([("stan mill", text) for text in SENTENCES])
+
+
 def score_tc(directory, data):
     """Return the mean over sentences of the macro F1 of tags.
 

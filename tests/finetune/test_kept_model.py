@@ -49,6 +49,8 @@ CASES = {
     "regression": ("eurobert", "regression", []),
     "native regression": ("modernbert", "regression", ["--head", "native"]),
     "multi_label": ("eurobert", "multi_label", ["--threshold", "auto"]),
+    "reranking": ("eurobert", "reranking", []),
+    "native reranking": ("modernbert", "reranking", ["--head", "native"]),
     "bf16": ("eurobert", "tc", ["--precision", "bf16"]),
     "native sc": ("modernbert", "sc", ["--head", "native"]),
     "native qa": ("modernbert", "qa", ["--head", "native"]),
@@ -422,6 +424,15 @@ def test_predictions_give_the_score_of_the_run(kept, data, tmp_path):
         )
         above = {score["label"] for score in scores if score["score"] >= threshold}
         assert set(one["labels"]) == above
+    rows = [{"query": "stan mill", "document": text} for text in reload_kept.SENTENCES]
+    write_file(tmp_path / "rows.csv", rows)
+    found = predict(kept["reranking"][0], tmp_path / "rows.csv", tmp_path / "found.jsonl")
+    scores = dict(zip(reload_kept.SENTENCES, kept["reranking"][3], strict=True))
+    assert [one["rank"] for one in found] == [1, 2, 3]
+    assert [one["document"] for one in found] == sorted(scores, key=scores.get, reverse=True)
+    for one in found:
+        assert one["query"] == "stan mill"
+        assert one["score"] == pytest.approx(scores[one["document"]], abs=1e-6)
     found = predict(kept["native qa"][0], data / "qa" / "test.json", tmp_path / "found.jsonl")
     texts = [
         one["context"] for one in read_json(data / "qa" / "test.json")["data"][0]["paragraphs"]

@@ -57,9 +57,9 @@ _MAX_NUMBER = float(np.finfo(np.float32).max)
 _HIDDEN = {"-1", "-1.0"}
 """Spellings of the label of every row of a test split without published labels, as in GLUE."""
 EXPECTED_FORMATS = (
-    "rows with text and label (SC, regression) or labels (multi_label), tokens and tags (TC) or "
-    "question, context and answers (QA) in JSONL, TSV, CSV or Parquet, columns of words and tags "
-    "(.conll, .iob2), or SQuAD's JSON"
+    "rows with text and label (SC, regression) or labels (multi_label), tokens and tags (TC), "
+    "question, context and answers (QA) or query, document and negatives (reranking) in JSONL, "
+    "TSV, CSV or Parquet, columns of words and tags (.conll, .iob2), or SQuAD's JSON"
 )
 _COLUMNS = (".conll", ".iob2", ".iob", ".bio", ".txt")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", ".csv", ".parquet", *_COLUMNS)
@@ -126,9 +126,9 @@ def read_rows(path: Path) -> Iterator[Row]:
 def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
     """Return the task family of a row by its keys and the type of its label.
 
-    It is TC with tokens and tags, else QA with question and context, else regression with a label
-    that is a float, else multi-label with a label that is a list or with labels instead of a label,
-    else SC with text or label.
+    It is TC with tokens and tags, else QA with question and context, else reranking with query or
+    anchor and no text, else regression with a label that is a float, else multi-label with a label
+    that is a list or with labels instead of a label, else SC with text or label.
 
     Args:
         path: File of the row, for the error.
@@ -140,6 +140,8 @@ def infer_family(path: Path, row: dict[str, Any]) -> TaskFamily:
         return TaskFamily.TC
     if "question" in row and "context" in row:
         return TaskFamily.QA
+    if "text" not in row and ("query" in row or "anchor" in row):
+        return TaskFamily.RERANKING
     label = row.get("label")
     if isinstance(label, float):
         return TaskFamily.REGRESSION
@@ -437,8 +439,9 @@ class LabelSet:
 FIXED_LABELS = {
     TaskFamily.QA: LabelSet((), is_indexed=False),
     TaskFamily.REGRESSION: LabelSet(("score",), is_indexed=False),
+    TaskFamily.RERANKING: LabelSet(("score",), is_indexed=False),
 }
-"""Labels of families whose rows name none, by family: regression has the name of its output."""
+"""Labels of families whose rows name none, by family: the name of the output if there is one."""
 _EXPECTED_NAMES = "expected the names of the text's labels"
 _NO_CLASS = "found a number with a point, expected a class; numbers need --task regression"
 

@@ -15,12 +15,14 @@ from typing import Any, Literal, TypeVar
 from megaenc.data.preprocess.outputs import compute_sha256
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, formats
+from megaenc.finetune.datasets.pair_rows import merge_queries
 from megaenc.finetune.datasets.parquet import read_parquet_label_names
 from megaenc.finetune.examples import (
     SEQUENCE_FAMILIES,
     TOKENIZER_PAIRS,
     Dataset,
     Examples,
+    RankingQuery,
     SplitName,
     TaskFamily,
     format_too_few_error,
@@ -57,10 +59,10 @@ class DatasetConfig:
     directory of the demo sets. The constructor checks nothing.
     """
 
-    task: Literal["", "SC", "TC", "QA", "IR", "regression", "multi_label"] = ""
+    task: Literal["", "SC", "TC", "QA", "IR", "regression", "multi_label", "reranking"] = ""
     """task of local data, by default inferred from the files: SC sequence classification, TC token
     classification, QA question answering, IR retrieval, regression a number for each text,
-    multi_label any number of labels"""
+    multi_label any number of labels, reranking the relevance of documents to a query"""
     pair_template: str = TOKENIZER_PAIRS
     """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens; study:
     by the study's template; or a template with {text} and {text_pair}; local data named like a data
@@ -143,6 +145,11 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     if family is TaskFamily.REGRESSION and not flags.task:
         rows = formats.read_rows(first_file)
         formats.print_whole_numbers(name, (row.get("label") for _, row in rows))
+    if family is TaskFamily.RERANKING and pair_template != TOKENIZER_PAIRS:
+        raise InputError(
+            f"--pair-template {pair_template!r}: found {name} of the task {family}, "
+            f"expected {TOKENIZER_PAIRS}, as CrossEncoder joins pairs"
+        )
     template = pair_template if family in SEQUENCE_FAMILIES else ""
     labels = _read_label_set(path / "meta.json", family, list(files.values()))
     content = {key: compute_sha256(file) for key, file in sorted(files.items())}
@@ -363,7 +370,9 @@ def find_split_names(names: Iterable[str]) -> dict[SplitName, str]:
 def _read_examples(
     path: Path, family: TaskFamily, labels: formats.LabelSet, template: str
 ) -> Examples:
-    """Read the examples of a file, without empty sentences."""
+    """Read the examples of a file, without empty sentences and what cannot be ranked."""
+    if family is TaskFamily.RERANKING:
+        return _read_ranking_queries(path)
     examples = []
     left_out = 0
     places: dict[str, str] = {}
@@ -391,6 +400,24 @@ def _read_examples(
                 "metrics start a span there"
             )
     return examples
+
+
+def _read_ranking_queries(path: Path) -> list[RankingQuery]:
+    """Read the queries of a file that have both relevant documents and others."""
+    queries = merge_queries(formats.read_rows(path))
+    ranked = [query for query in queries if query.positives and query.negatives]
+    count = len(queries) - len(ranked)
+    if queries and not ranked:
+        raise InputError(
+            f"{path}: found no query with a relevant document and another one, "
+            "expected `negatives`, as `megaenc embed mine` adds them"
+        )
+    if count:
+        print_once(
+            f"{path}: {count:,} of {len(queries):,} queries are left out: they have no relevant "
+            "document or no other one"
+        )
+    return ranked
 
 
 def _read_label_set(file: Path, family: TaskFamily, data_files: Sequence[Path]) -> formats.LabelSet:

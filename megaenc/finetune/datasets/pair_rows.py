@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megaenc.data.sources.text_files import format_names
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
+from megaenc.finetune.examples import RankingQuery
 
 # Of sentence-transformers and SQuAD too.
 _QUERY_KEYS = ("query", "anchor", "question")
@@ -48,6 +49,40 @@ def build_pair(row: Mapping[str, Any], location: str) -> TrainingPair:
             "expected another text"
         )
     return TrainingPair(query, document, negatives)
+
+
+def merge_queries(rows: Iterable[formats.Row]) -> list[RankingQuery]:
+    """Return one RankingQuery for all rows with the same query, in order.
+
+    A row is that of `build_pair`; with a `label` of 0 its document is not relevant. A document that
+    is relevant in any row of its query is so in all. Either kind of documents may be missing.
+
+    Args:
+        rows: (location, fields) pairs.
+
+    Raises:
+        InputError: A row is invalid, or its label is neither 0 nor 1.
+    """
+    documents: dict[str, dict[str, bool]] = {}
+    for location, row in rows:
+        pair = build_pair(row, location)
+        label = formats.parse_number(row.get("label", 1), location)
+        if label not in (0, 1):
+            raise InputError(
+                f"{location}: label {label:g}: expected 1 for a relevant document, else 0"
+            )
+        relevance = documents.setdefault(pair.query, {})
+        relevance[pair.document] = relevance.get(pair.document, False) or label == 1
+        for document in pair.negatives:
+            relevance.setdefault(document, False)
+    return [
+        RankingQuery(
+            query,
+            tuple(document for document, is_relevant in relevance.items() if is_relevant),
+            tuple(document for document, is_relevant in relevance.items() if not is_relevant),
+        )
+        for query, relevance in documents.items()
+    ]
 
 
 def _get_text(row: Mapping[str, Any], keys: Sequence[str], location: str) -> str:

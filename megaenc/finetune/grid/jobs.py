@@ -10,7 +10,7 @@ from megaenc.atomic_io import try_lock
 from megaenc.errors import InputError
 from megaenc.finetune.config import FinetuneConfig, format_learning_rate
 from megaenc.finetune.datasets.local import DatasetConfig
-from megaenc.finetune.examples import SEQUENCE_FAMILIES, Dataset, TaskFamily
+from megaenc.finetune.examples import POOLED_FAMILIES, Dataset, TaskFamily
 from megaenc.finetune.job import FinetuneJob, Fingerprints, NamedSource
 from megaenc.finetune.model.fingerprint import (
     check_model_directory,
@@ -82,7 +82,7 @@ def build_jobs(
                 f"--head native: found {first_dataset.name}, and retrieval has no head; "
                 "expected --head linear"
             )
-        if protocol.pooling != "mean" and family not in (*SEQUENCE_FAMILIES, TaskFamily.IR):
+        if protocol.pooling != "mean" and family not in (*POOLED_FAMILIES, TaskFamily.IR):
             raise InputError(
                 f"--pooling {protocol.pooling}: found {first_dataset.name}, "
                 f"and {family} reads the states of all tokens; expected mean"

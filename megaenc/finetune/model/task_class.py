@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from megaenc.errors import InputError, first_error_line
-from megaenc.finetune.examples import SEQUENCE_FAMILIES, TaskFamily
+from megaenc.finetune.examples import POOLED_FAMILIES, TaskFamily
 from megaenc.finetune.model.backbone import Backbone, PackedTexts
 
 _TOLERANCE = 1e-4
@@ -42,14 +42,12 @@ def find_task_class(config: Any, family: TaskFamily) -> type | None:
     """
     from transformers.models.auto import modeling_auto
 
-    mapping = {
-        TaskFamily.SC: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        TaskFamily.TC: modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-        TaskFamily.QA: modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-        TaskFamily.IR: modeling_auto.MODEL_MAPPING,
-        TaskFamily.REGRESSION: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        TaskFamily.MULTI_LABEL: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    }[family]
+    if family in POOLED_FAMILIES:
+        mapping = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    elif family == TaskFamily.IR:
+        mapping = modeling_auto.MODEL_MAPPING
+    else:
+        mapping = modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     kind = mapping.get(type(config), None)
     return kind if isinstance(kind, type) else None
 
@@ -275,7 +273,7 @@ def _express_linear_head(
     if len(modules) == 1 and len(head_names) == 2:
         [module] = modules
         return {f"{module}.weight": weight, f"{module}.bias": bias}
-    is_eurobert = config.model_type == "eurobert" and family in SEQUENCE_FAMILIES
+    is_eurobert = config.model_type == "eurobert" and family in POOLED_FAMILIES
     if is_eurobert and 2 * labels <= hidden_size:
         # The class has a dense layer and GELU in between: gelu(x) - gelu(-x) = x.
         if pooling not in _EUROBERT_POOLING:

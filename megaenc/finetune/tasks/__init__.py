@@ -6,6 +6,7 @@ from megaenc.finetune.tasks.classification import Classification
 from megaenc.finetune.tasks.multi_label import MultiLabel
 from megaenc.finetune.tasks.question_answering import QuestionAnswering
 from megaenc.finetune.tasks.regression import Regression
+from megaenc.finetune.tasks.reranking import Reranking
 from megaenc.finetune.tasks.retrieval import RetrievalTask
 from megaenc.finetune.tasks.token_classification import TokenClassification
 
@@ -18,6 +19,7 @@ TASKS: dict[TaskFamily, type[FinetuneTask]] = {
         RetrievalTask,
         Regression,
         MultiLabel,
+        Reranking,
     )
 }
 

@@ -160,7 +160,7 @@ class FinetuneTask(ABC):
         """Return the number of texts or words of each label in `data`.
 
         Returns:
-            int64[labels], or None in regression, QA and IR.
+            int64[labels], or None in regression, QA, IR and reranking.
         """
         return None
 
@@ -179,8 +179,8 @@ class FinetuneTask(ABC):
     def label_names(self) -> tuple[str, ...]:
         """Return the names of the head's outputs, in order: the labels of the data set.
 
-        They are OUTSIDE and INSIDE in QA, "score" in regression, and empty in retrieval, which has
-        no head.
+        They are OUTSIDE and INSIDE in QA, "score" in regression and reranking, and empty in
+        retrieval, which has no head.
         """
         return self.dataset.labels
 
@@ -221,7 +221,7 @@ class FinetuneTask(ABC):
 
         Returns:
             int64[outputs], label indices, IGNORE_INDEX for outputs without a label; float32 of
-            the shape of the outputs in regression and MULTI_LABEL.
+            the shape of the outputs in regression, MULTI_LABEL and reranking.
 
         Raises:
             NotImplementedError: The subclass does not override it, as retrieval, which has a loss

@@ -232,14 +232,27 @@ def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) ->
         relevant: bool[documents], in the order of the ranking.
         scores: float[documents], descending.
     """
-    gains = relevant[:depth].astype(np.float64)
-    scores = scores[:depth]
+    return tied_ndcg(relevant[:depth], scores[:depth], depth)
+
+
+def tied_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
+    """Return NDCG at `depth`, from 0 to 1, in which equal scores share their discounts.
+
+    It is scikit-learn's `ndcg_score([relevant], [scores], k=depth)`, but one document may be ranked
+    too. It is 0 if none is relevant.
+
+    Args:
+        relevant: bool[documents], in the order of the ranking.
+        scores: float[documents], descending.
+    """
+    gains = relevant.astype(np.float64)
     if not gains.any():
         return 0.0
     first = np.flatnonzero(np.concatenate([[True], scores[1:] != scores[:-1]]))
     sizes = np.diff(np.append(first, len(scores)))
-    shared = np.repeat(np.add.reduceat(gains, first) / sizes, sizes)
-    return float((shared * _compute_discounts(len(gains))).sum() / _compute_ideal_dcg(gains, depth))
+    shared = np.repeat(np.add.reduceat(gains, first) / sizes, sizes)[:depth]
+    dcg = (shared * _compute_discounts(len(shared))).sum()
+    return float(dcg / _compute_ideal_dcg(gains, depth))
 
 
 def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> float:

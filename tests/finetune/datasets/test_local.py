@@ -22,6 +22,7 @@ from megaenc.finetune.examples import (
     LabelledText,
     Pair,
     Question,
+    RankingQuery,
     RetrievalExamples,
     TaggedWords,
     TaskFamily,
@@ -162,6 +163,59 @@ def test_errors_of_long_labels_are_short(tmp_path, task, label):
     with pytest.raises(InputError) as error:
         find_dataset(directory, task=task).load_split("test")
     assert len(str(error.value)) < 300 + len(str(tmp_path))
+
+
+RANKED = [
+    {"query": "q", "document": "a", "negatives": ["b", "c", "b"]},
+    {"query": "q", "document": "c", "negatives": ["d"]},
+    {"query": "r", "document": "a", "negatives": ["b"]},
+]
+JUDGED = [("q", "a", 1), ("q", "b", 0), ("q", "c", 1), ("q", "d", 0), ("r", "a", 1), ("r", "b", 0)]
+QUERIES = [RankingQuery("q", ("a", "c"), ("b", "d")), RankingQuery("r", ("a",), ("b",))]
+
+
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [
+        ("jsonl", RANKED),
+        ("jsonl", [*RANKED, {"query": "s", "document": "a", "negatives": []}]),
+        ("parquet", [{"anchor": q, "positive": d, "label": label} for q, d, label in JUDGED]),
+        ("csv", [{"query": q, "document": d, "label": label} for q, d, label in JUDGED]),
+    ],
+)
+def test_rows_of_a_query_are_its_candidates(tmp_path, form, rows):
+    """Also those with a label for each document, and without queries that rank nothing."""
+    dataset = find_dataset(write_splits(tmp_path / "set", form, rows))
+    assert (dataset.family, dataset.labels) == (TaskFamily.RERANKING, ("score",))
+    assert dataset.load_split("test") == QUERIES
+
+
+def test_a_drawn_split_has_whole_queries(tmp_path):
+    rows = [{"query": f"q{at // 2}", "document": f"{at}", "negatives": ["x"]} for at in range(80)]
+    write_file(tmp_path / "mined.jsonl", rows)
+    dataset = find_dataset(str(tmp_path / "mined.jsonl"), validation_fraction=0.1)
+    splits = [dataset.load_split(split) for split in ("train", "validation", "test")]
+    assert [len(examples) for examples in splits] == [32, 4, 4]
+    assert len({example.query for examples in splits for example in examples}) == 40
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"query": "q"}, {}, "test.jsonl:1: found `query`, expected one column of document"),
+        ({"query": "q", "document": "a", "label": 3}, {}, "test.jsonl:1: label 3: expected 1"),
+        ({"query": "q", "document": "a"}, {}, "test.jsonl: found no query with a relevant"),
+        (
+            RANKED[0],
+            {"pair_template": "study"},
+            "--pair-template .* of the task reranking",
+        ),
+    ],
+)
+def test_bad_candidates_are_one_line(tmp_path, row, options, message):
+    directory = write_splits(tmp_path / "set", "jsonl", RANKED, test=[row])
+    with pytest.raises(InputError, match=message):
+        find_dataset(directory, **options).load_split("test")
 
 
 def test_vectors_of_two_labels_are_refused(tmp_path):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from transformers import EuroBertModel
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
@@ -16,6 +17,7 @@ from megaenc.finetune.examples import (
     LabelledText,
     Pair,
     Question,
+    RankingQuery,
     RetrievalExamples,
     TaggedWords,
     TaskFamily,
@@ -49,8 +51,15 @@ EXAMPLES = {
         LabelledText(f"{at}", text, ((0, 2), (), (1,), (0, 1, 2))[at])
         for at, text in enumerate(TEXTS)
     ],
+    TaskFamily.RERANKING: [
+        RankingQuery(TEXTS[0], (TEXTS[1],), (TEXTS[2],)),
+        RankingQuery(TEXTS[3], (TEXTS[0],), (TEXTS[1],)),
+    ],
 }
-LABELS = {family: ["O", "B-X", "I-X"] for family in TaskFamily} | {TaskFamily.REGRESSION: ["score"]}
+LABELS = {family: ["O", "B-X", "I-X"] for family in TaskFamily} | {
+    TaskFamily.REGRESSION: ["score"],
+    TaskFamily.RERANKING: ["score"],
+}
 PROBLEM_TYPES = {
     TaskFamily.SC: "single_label_classification",
     TaskFamily.REGRESSION: "regression",
@@ -95,6 +104,9 @@ def compute_plain_loss(family, data, model, head):
         )
         return cross_entropy(queries @ documents.T * 3.0, torch.arange(len(ROWS)))
     texts = data.gather_rows(ROWS)
+    if family is TaskFamily.RERANKING:
+        labels = torch.tensor([[1.0], [0.0], [1.0], [0.0]])[ROWS]
+        return nn.BCEWithLogitsLoss()(head(read_means(model, texts)), labels)
     if family in SEQUENCE_FAMILIES:
         logits = head(read_means(model, texts))
         labels = [EXAMPLES[family][row].label for row in ROWS]
