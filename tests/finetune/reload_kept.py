@@ -79,7 +79,8 @@ def score_reranking(directory, data):
     scores = evaluate(model)
     card = (directory / "README.md").read_text()
     assert f"| test | mrr@10 | {100 * scores['mrr@10']:.2f} |" in card
-    return scores["ndcg@10"], model.predict([("stan mill", text) for text in SENTENCES])
+    answers = model.predict([("stan mill", text) for text in SENTENCES])
+    return scores["ndcg@10"], answers.tolist()
 
 
 def score_tc(directory, data):
