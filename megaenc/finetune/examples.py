@@ -308,7 +308,10 @@ def get_split_key(
 def _get_classes(
     example: LabelledText | TaggedWords | Question | RankingQuery,
 ) -> tuple[int, ...]:
-    """Return the label or tag indices of an example, none in regression, QA and reranking."""
+    """Return the label or tag indices of an example.
+
+    There are none in regression, QA and reranking.
+    """
     if isinstance(example, TaggedWords):
         return tuple(set(example.tags))
     label = getattr(example, "label", ())

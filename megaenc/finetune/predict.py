@@ -1,4 +1,4 @@
-"""Predict labels, tags, answers or rankings by a kept model (`megaenc finetune predict`)."""
+"""Predict labels, answers or rankings with a kept model (`finetune predict`)."""
 
 import contextlib
 import json
@@ -114,13 +114,11 @@ def predict_main(argv: Sequence[str] | None = None) -> None:
             all_scores=settings.all_scores,
             threshold=threshold,
         )
-    if family != TaskFamily.RERANKING:  # which merges rows
-        predictions = [
-            {"id": row["id"]} | prediction if "id" in row else prediction
-            for (_, row), prediction in zip(rows, predictions, strict=True)
-        ]
     lines = []
-    for prediction in predictions:
+    for index, prediction in enumerate(predictions):
+        # A reranker merges rows.
+        if family != TaskFamily.RERANKING and "id" in rows[index][1]:
+            prediction = {"id": rows[index][1]["id"]} | prediction
         line = json.dumps(prediction, ensure_ascii=False)
         # Lone surrogates, which UTF-8 does not have, are written as escapes.
         lines.append(line.encode("utf-8", "backslashreplace").decode() + "\n")

@@ -236,7 +236,7 @@ def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) ->
 
 
 def tied_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
-    """Return NDCG at `depth`, from 0 to 1, in which equal scores share their discounts.
+    """Return NDCG at `depth`, 0 to 1, in which equal scores share their discounts.
 
     It is scikit-learn's `ndcg_score([relevant], [scores], k=depth)`, but one document may be ranked
     too. It is 0 if none is relevant.
