@@ -1,4 +1,4 @@
-"""Runs of regression, multi-label and reranking have losses and scores of a plain loop."""
+"""Runs have losses and scores of a plain loop, in the families with own losses."""
 
 import copy
 import json

@@ -205,6 +205,11 @@ _TEXTS = {
         valid='{"text": "one", "label": "good"}\n',
     ),
     **_labelled(
+        "set-ranks",
+        train='{"query": "one", "document": "two", "negatives": ["three"]}\n',
+        valid='{"query": "one", "document": "two", "label": 7}\n',
+    ),
+    **_labelled(
         "set-lists",
         train='{"text": "one", "labels": ["a"]}\n',
         valid='{"text": "one", "labels": 7}\n',

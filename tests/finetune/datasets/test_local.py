@@ -184,7 +184,7 @@ QUERIES = [RankingQuery("q", ("a", "c"), ("b", "d")), RankingQuery("r", ("a",), 
     ],
 )
 def test_rows_of_a_query_are_its_candidates(tmp_path, form, rows):
-    """Also those with a label for each document, and without queries that rank nothing."""
+    """Also with a label for each document; queries that rank nothing are left out."""
     dataset = find_dataset(write_splits(tmp_path / "set", form, rows))
     assert (dataset.family, dataset.labels) == (TaskFamily.RERANKING, ("score",))
     assert dataset.load_split("test") == QUERIES

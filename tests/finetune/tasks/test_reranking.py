@@ -1,4 +1,4 @@
-"""Reranking: metrics equal to scikit-learn's and a hand-computed case, ties, collapse."""
+"""Reranking: metrics equal to scikit-learn's and known ones, ties, collapse."""
 
 import math
 
