@@ -16,6 +16,7 @@ from megaenc.finetune.results.summary import PAPER_METRIC, build_summary, format
 from megaenc.study.report import command as report_command
 from megaenc.study.report import output_dir
 from megaenc.study.report.command import ReportConfig, build_report
+from megaenc.study.results.groups import METRIC_LABELS
 
 MANIFEST = """
 title: A study of <five> shares
@@ -168,7 +169,12 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
     assert report.verdicts[0].verdict == "no data"
 
 
-OTHER_TASKS = {"stsb": "regression", "sick": "regression", "tags": "multi_label"}
+OTHER_TASKS = {
+    "stsb": "regression",
+    "sick": "regression",
+    "tags": "multi_label",
+    "mined": "reranking",
+}
 
 
 def test_other_tasks_are_in_the_tables_only(study, tmp_path):
@@ -181,8 +187,10 @@ def test_other_tasks_are_in_the_tables_only(study, tmp_path):
                 if family == "regression":
                     pearson, spearman = random.uniform(-1, 0, size=2)
                     metrics = {"pearson": pearson, "spearman": spearman}
-                else:
+                elif family == "multi_label":
                     metrics = {"micro_f1": random.random(), "macro_f1": 0.1, "threshold": 0.2}
+                else:
+                    metrics = {"ndcg@10": random.random(), "mrr@10": 0.1}
                 score = np.mean(list(metrics.values())[:2])
                 baseline = {"score": 0.0, **dict.fromkeys(metrics, 0.0)}
                 write_result(directory, score, metrics=metrics, baseline=baseline, scores_i=[])
@@ -200,7 +208,7 @@ def test_other_tasks_are_in_the_tables_only(study, tmp_path):
     assert repr(after.verdicts) == repr(before.verdicts)
     assert repr(after.figures) == repr(before.figures)
     assert set(before.scores.splitlines()) < set(after.scores.splitlines())
-    assert dict(after.facts)["In tables only"].startswith("regression, multi_label: no verdict")
+    assert dict(after.facts)["In tables only"].startswith("regression, multi_label, reranking: ")
     assert [table.key for table in after.tables] == [table.key for table in before.tables]
 
     def cells_of(report) -> dict:
@@ -221,7 +229,8 @@ def test_other_tasks_are_in_the_tables_only(study, tmp_path):
     for row in rows:
         if row.family in OTHER_TASKS.values():
             is_standard = row.metric != PAPER_METRIC
-            group = f"{row.family}, {row.metric}" if is_standard else row.family
+            metric = METRIC_LABELS.get(row.metric, row.metric)
+            group = f"{row.family}, {metric}" if is_standard else row.family
             dataset = "Average" if row.dataset.startswith("average") else row.dataset
             place = (is_standard, row.model, group, dataset)
             expected[place] = format_interval(row.mean, row.half)
