@@ -32,8 +32,13 @@ from megaenc.finetune.predict import predict_main
 from megaenc.finetune.results.files import job_directory
 from megaenc.finetune.train import train_and_evaluate
 
+# The activation of a CrossEncoder that is fine-tuned further.
+LOGITS = {"activation_fn": "torch.nn.modules.linear.Identity"}
 MODELS = {
-    "eurobert": (AutoModelForMaskedLM, {"num_key_value_heads": 2, "mask_token_id": 1}),
+    "eurobert": (
+        AutoModelForMaskedLM,
+        {"num_key_value_heads": 2, "mask_token_id": 1, "sentence_transformers": LOGITS},
+    ),
     "modernbert": (AutoModelForMaskedLM, {"classifier_pooling": "mean", "sep_token_id": None}),
     "bert": (AutoModelForMaskedLM, {}),
     "llama": (AutoModelForCausalLM, {"num_key_value_heads": 2}),

@@ -209,6 +209,9 @@ def build_hf_model(
             setattr(config, name, getattr(backbone.model.config, name))
     if config.pad_token_id is None:
         config.pad_token_id = padding
+    # Of a CrossEncoder that was fine-tuned further: the activation of its own scores.
+    for name in ("sentence_transformers", "sbert_ce_default_activation_function"):
+        vars(config).pop(name, None)
     kind = find_task_class(config, family)
     if kind is None:
         raise InputError(
