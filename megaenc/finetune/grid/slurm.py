@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.console import print_rank_0
+from megaenc.finetune.grid.cluster import ClusterConfig, submit_tasks
 from megaenc.finetune.grid.executor import LocalExecution, execute_jobs
 from megaenc.finetune.job import FinetuneJob
 from megaenc.flags import PositiveInt
-from megaenc.slurm import ClusterConfig, submit_tasks
 
 
 @dataclass(frozen=True)

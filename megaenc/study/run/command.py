@@ -26,6 +26,7 @@ from megaenc.atomic_io import try_lock
 from megaenc.console import format_duration, print_rank_0, silence_libraries
 from megaenc.data.packing.data_path import find_corpora, list_prefixes
 from megaenc.errors import InputError, closest_match, handle_command_errors
+from megaenc.finetune.grid.cluster import ClusterConfig
 from megaenc.flags import NonNegativeInt
 from megaenc.machine import (
     accelerator_names,
@@ -35,7 +36,6 @@ from megaenc.machine import (
 )
 from megaenc.output_paths import create_parent_with_rollback
 from megaenc.processes import exit_on_sigterm, python_command
-from megaenc.slurm import ClusterConfig
 from megaenc.study.manifest.pretrain_args import resolve_flag_paths
 from megaenc.study.manifest.schema import Manifest, read_manifest
 from megaenc.study.plan.dag import build_graph

@@ -16,8 +16,8 @@ import psutil
 
 from megaenc.console import format_count, print_rank_0, silence_libraries
 from megaenc.errors import InputError
+from megaenc.finetune.grid.cluster import ClusterConfig, import_submitit, submit_tasks
 from megaenc.processes import with_pdeathsig
-from megaenc.slurm import ClusterConfig, import_submitit, submit_tasks
 from megaenc.study.run import stage_log
 from megaenc.study.run.embed_stage import EmbedStage
 from megaenc.study.run.executor import execute_stages, stage_environment

@@ -14,7 +14,7 @@ import runs
 from fake_stages import SUCCEED, FakeStage, calls, start_python
 
 from megaenc.errors import InputError
-from megaenc.slurm import ClusterConfig
+from megaenc.finetune.grid.cluster import ClusterConfig
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import slurm, stage_log
 from megaenc.study.run.slurm import StageTask, count_machines, job_name, submit_stages
