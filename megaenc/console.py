@@ -149,6 +149,10 @@ def _ignore_closed_output() -> Iterator[None]:
             discard_output()
 
 
+_NOTEBOOK_INTERVAL = 0.5
+"""Seconds between two updates of a notebook's line."""
+
+
 class ProgressRow(NamedTuple):
     """Row of `ProgressLine.update`: `text`, `done`, `total`, `tail` and `stage`.
 
@@ -164,15 +168,15 @@ class ProgressRow(NamedTuple):
 
 
 class ProgressLine:
-    """Context manager of rank 0's progress line, which is live on a terminal.
+    """Context manager of rank 0's progress line, live on a terminal or in a notebook.
 
-    The line has `description`, bar, percentage, fields and time left; other ranks show nothing. In
-    a file or pipe it is a plain line at most every `interval` seconds (10 by default), and one at
-    the end unless an exception occurred.
+    The line has `description`, bar (on a terminal), percentage, fields and time left; other ranks
+    show nothing. In a file or pipe it is a plain line at most every `interval` seconds (10 by
+    default), and one at the end unless an exception occurred.
 
     Args:
         total: In the unit of `done` of `update`; None: unknown.
-        closing: False: nothing stays at the end, neither the last line nor a terminal's bar.
+        closing: False: nothing stays at the end, neither the last line nor a live one.
         row_widths: Widths of stage (0: none) and bar in characters. A terminal then shows the rows
             given to `update` over its full width instead of the line.
         outlives_reader: Go on if the reader leaves (`| head`, a closed terminal); else OSError.
@@ -201,10 +205,18 @@ class ProgressLine:
         self._print_time = time.monotonic()
         self._printed_state: tuple | None = None
         self._live: Any = None
+        self._output_area: Any = None  # of a notebook, which shows the last line printed to it
         self._tasks: dict[Any, Any] = {}  # rich's task ids by row key
 
     def __enter__(self) -> Self:
-        if not get_rank() and sys.stdout.isatty():
+        if get_rank():
+            return self
+        if type(sys.stdout).__module__ == "ipykernel.iostream":
+            from IPython.display import display
+
+            self.interval = _NOTEBOOK_INTERVAL
+            self._output_area = display({"text/plain": ""}, raw=True, display_id=True)
+        elif sys.stdout.isatty():
             self._live = self._build_rich_progress()
             self._live.start()
             if self._widths is None:
@@ -301,6 +313,8 @@ class ProgressLine:
         with self._guard_output():
             if self._live is not None:
                 self._live.stop()
+            elif self._output_area is not None and not self.closing:
+                self._show("")
             elif (
                 self.closing
                 and kind is None
@@ -333,7 +347,13 @@ class ProgressLine:
     def _print(self, now: float) -> None:
         self._print_time = now
         self._printed_state = self._state()
-        print(f"{self.description}  {self._tail(now)}".rstrip(), flush=True)
+        self._show(f"{self.description}  {self._tail(now)}".rstrip())
+
+    def _show(self, text: str) -> None:
+        if self._output_area is None:
+            print(text, flush=True)
+        else:
+            self._output_area.update({"text/plain": text}, raw=True)
 
     def _tail(self, now: float) -> str:
         """Return percentage, fields and time left as text."""

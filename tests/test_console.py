@@ -2,6 +2,7 @@ import io
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -64,6 +65,36 @@ def test_the_closing_line(capsys):
     with ProgressLine("reading", total=9, closing=False) as progress:
         progress.update(9)
     assert capsys.readouterr().out == ""
+
+
+def test_a_notebook_has_one_line_that_changes(capsys, monkeypatch):
+    """It is an output area of its own, so that what a cell prints stands below it."""
+    areas = []
+
+    class OutStream(io.StringIO):
+        pass
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> types.SimpleNamespace:
+        areas.append([data["text/plain"]])
+        return types.SimpleNamespace(update=lambda data, raw: areas[-1].append(data["text/plain"]))
+
+    OutStream.__module__ = "ipykernel.iostream"
+    monkeypatch.setattr(sys, "stdout", OutStream())
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    module = types.SimpleNamespace(display=display)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    monkeypatch.setattr(console, "_NOTEBOOK_INTERVAL", 0)
+    with ProgressLine("training", total=4) as progress:
+        progress.update(1)
+        progress.update(4, loss=2.5)
+        progress.print_line("below")
+    with ProgressLine("loading", total=None, closing=False) as progress:
+        progress.update(1)
+    assert areas == [
+        ["", "training  25 %", "training  100 %  loss 2.5"],
+        ["", "loading", ""],
+    ]
+    assert sys.stdout.getvalue() == "below\n"
 
 
 def test_other_ranks_are_silent(capsys, monkeypatch):
