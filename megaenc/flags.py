@@ -9,9 +9,10 @@ import functools
 import io
 import itertools
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -402,13 +403,30 @@ def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
     return fields
 
 
-def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[str]:
-    """Return the fields that the flags `argv` or the YAML files of --config give.
+def find_flag_names(argv: Sequence[str]) -> set[str]:
+    """Return the names of the flags in `argv`, with underscores and not checked.
 
-    Names have underscores and are not checked; `--no-x` gives `no_x` and `x`. A file's key `config`
-    names a further file, which must not lead back to an earlier one: they are read without end.
+    `--no-x` gives `no_x` and `x`.
+    """
+    names = {
+        word.partition("=")[0].removeprefix("--").replace("-", "_")
+        for word in argv
+        if word.startswith("--")
+    }
+    return names | {name.removeprefix("no_") for name in names}
+
+
+def find_given_fields(
+    names: Iterable[str], path: str | Path | None, preset: str, without: Path
+) -> set[str]:
+    """Return `names` and the fields that the YAML files of flags at `path` give.
+
+    Names have underscores and are not checked. A file's key `config` names a further file, which
+    must not lead back to an earlier one: they are read without end.
 
     Args:
+        names: Fields that are given by flags.
+        path: File of --config; None or empty without one.
         preset: Field that replaces values of earlier files: no file is read if a flag gives it, and
             not the `config` of a file that gives it.
         without: File whose own fields do not count; those of files that it names do.
@@ -416,18 +434,12 @@ def find_given_fields(argv: Sequence[str], preset: str, without: Path) -> set[st
     Raises:
         InputError: A file is unreadable or no mapping.
     """
-    names = {
-        word.partition("=")[0].removeprefix("--").replace("-", "_")
-        for word in argv
-        if word.startswith("--")
-    }
-    names |= {name.removeprefix("no_") for name in names}
-    path = find_flag_value(argv, "--config")
-    while path and preset not in names:
+    given = set(names)
+    while path and preset not in given:
         fields = _read_fields(path)
-        names |= fields.keys() if Path(path).resolve() != without.resolve() else set()
+        given |= fields.keys() if Path(path).resolve() != without.resolve() else set()
         path = Path(path).resolve().parent / str(fields["config"]) if fields.get("config") else None
-    return names
+    return given
 
 
 def parse_with_config(
@@ -448,6 +460,73 @@ def parse_with_config(
     config = find_flag_value(arguments, "--config")
     default = read_config_file(settings(), config) if config else settings()
     return parse(settings, arguments, prog=prog, description=description, default=default)
+
+
+def build_from_keywords(
+    kind: type[Settings],
+    settings: Settings | None,
+    values: Mapping[str, Any],
+    *,
+    caller: str,
+    required: Sequence[str] = (),
+    merge: Callable[[Settings, Mapping[str, Any]], Settings] | None = None,
+) -> Settings:
+    """Return the dataclass `kind` from keyword arguments of a Python function.
+
+    They override the YAML file of the keyword `config`, which overrides `settings`. Values are as
+    in `convert_value`, or paths and tuples; all fields are checked, those of `settings` too.
+
+    Args:
+        settings: Values of other fields; None: their defaults.
+        values: Keyword arguments, fields by name; those of nested dataclasses count.
+        caller: Name of the function, the beginning of errors.
+        required: Fields that must not stay empty, besides those without a default.
+        merge: Given `settings` and the keywords, returns the values that the keywords override;
+            None: `settings` with the file of `config`.
+
+    Raises:
+        InputError: A field is unknown, missing, wrong or out of its bounds, or the file is invalid.
+    """
+    place = f"{caller}()"
+    values = {name: _convert_python_value(value) for name, value in values.items()}
+    if settings is None:
+        fields = dataclasses.fields(kind)
+        required = (*(field.name for field in fields if not _has_default(field)), *required)
+        default = kind(**{field.name: None for field in fields if not _has_default(field)})
+        checked = values
+    elif isinstance(settings, kind):
+        default = settings
+        checked = _convert_python_value(flatten(settings)) | values
+    else:
+        raise InputError(
+            f"{place}: found a {type(settings).__name__}, expected a {kind.__name__} or its fields "
+            "as keywords"
+        )
+    replace_fields(default, checked, source=place)  # before a file is read
+    if merge is not None:
+        default = merge(default, values)
+    elif values.get("config"):
+        default = read_config_file(default, values["config"])
+    built = replace_fields(default, values, source=place)
+    for name in required:
+        if not getattr(built, name):
+            raise InputError(f"{place}: field `{name}`: missing, expected a value")
+    return built
+
+
+def _has_default(field: dataclasses.Field) -> bool:
+    return not field.default is field.default_factory is dataclasses.MISSING
+
+
+def _convert_python_value(value: Any) -> Any:
+    """Return `value` as YAML would give it: paths as text, tuples as lists."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {name: _convert_python_value(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_convert_python_value(part) for part in value]
+    return value
 
 
 def find_flag_value(argv: Sequence[str], flag: str) -> str | None:

@@ -181,8 +181,29 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
         convert(options)
 
 
-def _to_hf(options: ToHFConfig) -> None:
-    """Export one checkpoint or all of a run, and print how closely they match."""
+@dataclasses.dataclass(frozen=True)
+class ExportedModel:
+    """Hugging Face directory of a checkpoint, verified against the run's own model."""
+
+    directory: Path
+    step: int
+    """Step of the checkpoint."""
+    architecture: str
+    """Class of transformers that loads it."""
+    attention: str
+    """Direction of attention: bidirectional or causal."""
+    compared: str
+    """Outputs that were compared, such as logits."""
+    largest_difference: float
+    """Largest absolute difference of an output from that of the run's model."""
+
+
+def export_run(options: ToHFConfig) -> list[ExportedModel]:
+    """Export one checkpoint or all of a run, and return them in the order of steps.
+
+    Raises:
+        InputError: The run, an option or the output is unusable, or an export differs.
+    """
     from megaenc.convert.to_hf import to_hf, to_hf_all
 
     load = Path(options.load)
@@ -192,28 +213,42 @@ def _to_hf(options: ToHFConfig) -> None:
         for name, value in vars(options).items()
         if name not in ("load", "output", "ckpt_step", "all")
     }
+    directories = [output]
     if not options.all:
-        step = to_hf(load, output, step=options.ckpt_step, **export_options)
-        print_rank_0(f"{options.output}: step {step} of {options.load} {_describe_proof(output)}")
-        return
-    if options.ckpt_step is not None:
+        to_hf(load, output, step=options.ckpt_step, **export_options)
+    elif options.ckpt_step is not None:
         raise InputError(f"--ckpt-step {options.ckpt_step}: found --all too, expected one of them")
-    for name in to_hf_all(load, output, **export_options):
-        print_rank_0(f"{output / name}: {_describe_proof(output / name)}")
+    else:
+        directories = [output / name for name in to_hf_all(load, output, **export_options)]
+    models = []
+    for directory in directories:
+        proof = json.loads((directory / CERTIFICATE).read_text(encoding="utf-8"))
+        largest = max(
+            difference
+            for kernel in proof["largest_difference"].values()
+            for difference in kernel.values()
+        )
+        models.append(
+            ExportedModel(
+                directory,
+                proof["step"],
+                proof["class"],
+                proof["attention"],
+                proof["compared"],
+                largest,
+            )
+        )
+    return models
 
 
-def _describe_proof(directory: Path) -> str:
-    """Return, as text, the class, attention and largest difference of an export."""
-    proof = json.loads((directory / CERTIFICATE).read_text(encoding="utf-8"))
-    largest = max(
-        difference
-        for kernel in proof["largest_difference"].values()
-        for difference in kernel.values()
-    )
-    return (
-        f"as {proof['class']}, {proof['attention']}; "
-        f"{proof['compared']} differ by at most {largest:.1e}"
-    )
+def _to_hf(options: ToHFConfig) -> None:
+    """Export one checkpoint or all of a run, and print how closely they match."""
+    for model in export_run(options):
+        step = "" if options.all else f"step {model.step} of {options.load} "
+        print_rank_0(
+            f"{model.directory}: {step}as {model.architecture}, {model.attention}; "
+            f"{model.compared} differ by at most {model.largest_difference:.1e}"
+        )
 
 
 def _from_hf(options: FromHFConfig) -> None:

@@ -83,6 +83,23 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
     settings = flags.parse_with_config(
         EmbedEvalConfig, argv, prog="megaenc embed eval", description=__doc__
     )
+    rows = run_evaluation(settings)
+    tables.print_tables(build_tables(rows), _WIDTH)
+    if settings.output:
+        print_rank_0(f"written: {settings.output}")
+
+
+def run_evaluation(settings: EmbedEvalConfig) -> list[EvaluationRow]:
+    """Evaluate chance, BM25 and all models on all data sets.
+
+    The results are written to --output, if it is given.
+
+    Returns:
+        Rows by data set; in each, chance is first, then BM25, then the models.
+
+    Raises:
+        InputError: Settings, a model or a data set are unusable, or the file exists.
+    """
     output = Path(settings.output)
     if not settings.data and not settings.tasks:
         raise InputError("--data: missing, and --tasks too; see `megaenc embed eval --help`")
@@ -108,9 +125,7 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
         rows, configs, origin = _evaluate(settings)
         if settings.output:
             atomic_write(output, format_results(rows, configs, output.suffix, origin))
-    tables.print_tables(build_tables(rows), _WIDTH)
-    if settings.output:
-        print_rank_0(f"written: {settings.output}")
+    return rows
 
 
 def _evaluate(

@@ -21,6 +21,10 @@ TRAINING_LOG = "training.jsonl"
 """File next to a trained model with the losses by step."""
 
 
+class NonFiniteTrainingError(ArithmeticError):
+    """ArithmeticError of `embed train`: a loss or gradient norm is NaN or inf."""
+
+
 @dataclass(frozen=True)
 class EmbeddingFlags:
     """Flags for embedding texts with a model, of `embed eval` and `embed mine`.

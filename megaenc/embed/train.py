@@ -17,7 +17,7 @@ from megaenc.atomic_io import atomic_files, fsync_path
 from megaenc.console import ProgressLine
 from megaenc.counter_rng import permutation, random_words
 from megaenc.dist_env import get_rank, get_world_size
-from megaenc.embed.config import TRAINING_LOG, ContrastiveConfig
+from megaenc.embed.config import TRAINING_LOG, ContrastiveConfig, NonFiniteTrainingError
 from megaenc.embed.contrastive import ContrastiveBatch, ContrastiveData, divide_texts
 from megaenc.embed.embedder import Embedder
 from megaenc.errors import InputError, first_error_line
@@ -26,10 +26,6 @@ from megaenc.finetune.model.gradient_caching import backward_by_packs
 from megaenc.finetune.optimizer import MasterWeightOptimizer, check_warmup, count_training_steps
 
 STATE = "state.pt"
-
-
-class NonFiniteTrainingError(ArithmeticError):
-    """ArithmeticError of `train`: a loss or gradient norm is NaN or inf."""
 
 
 def compute_batch_boundaries(pairs: int, batch_size: int) -> list[int]:

@@ -8,14 +8,20 @@ torchrun --nproc-per-node 2 -m megaenc embed train --model demo/hf --data pairs.
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaenc import flags
 from megaenc.console import print_rank_0, silence_libraries
-from megaenc.dist_env import die_with_launcher, exit_if_restart_forbidden
-from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
+from megaenc.dist_env import (
+    die_with_launcher,
+    exit_if_restart_forbidden,
+    forbid_restart,
+    get_rank,
+)
+from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig, NonFiniteTrainingError
 from megaenc.errors import handle_command_errors
 from megaenc.flags import PositiveInt
 from megaenc.machine import check_process_count
@@ -50,6 +56,17 @@ class EmbedTrainConfig:
     """steps between rows of training.jsonl; the last step always has one"""
 
 
+@dataclass(frozen=True)
+class TrainedEmbedder:
+    """Trained embedding model: its directory for sentence-transformers, and its loss."""
+
+    directory: Path
+    steps: int
+    """Steps of the training, with those before a resume."""
+    loss: float
+    """InfoNCE loss of the last step, over its whole batch."""
+
+
 @handle_command_errors
 def train_main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc embed train`: train or resume unless finished, and write the model.
@@ -68,14 +85,37 @@ def train_main(argv: Sequence[str] | None = None) -> None:
         EmbedTrainConfig, argv, prog="megaenc embed train", description=__doc__
     )
     flags.check_given(settings, "embed train", "model", "data", "output")
+    with exit_on_sigterm():
+        try:
+            train_embedding_model(settings)
+        except NonFiniteTrainingError as error:
+            if not get_rank():
+                print(
+                    f"error: {error}; choose a smaller --learning-rate or --precision fp32",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            forbid_restart(1)
+            sys.exit(1)
+
+
+def train_embedding_model(settings: EmbedTrainConfig) -> TrainedEmbedder:
+    """Train or resume an embedding model unless it is finished, and write it.
+
+    All ranks call it together.
+
+    Raises:
+        InputError: Settings, model, data or output are unusable.
+        NonFiniteTrainingError: The loss or gradient norm is NaN or inf; the state is removed.
+    """
     settings.contrastive.check()
     check_process_count("--threads", settings.contrastive.threads)
     output = Path(settings.output)
     if not os.path.isfile(output / TRAINING_DETAILS):  # False for a name that is too long too
         refuse_existing(output, "--output")
     check_parent_writable(output, "--output")
-    with exit_on_sigterm(), create_parent_with_rollback(output, "--output"):
+    with create_parent_with_rollback(output, "--output"):
         print_rank_0("importing torch and transformers")
         from megaenc.embed.train_run import run_training
 
-        run_training(settings, output)
+        return run_training(settings, output)

@@ -3,10 +3,9 @@
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,8 @@ from megaenc.atomic_io import atomic_write, find_stale_temp_files, remove_path, 
 from megaenc.backend.device import Backend, detect_backend
 from megaenc.backend.initialize import init_process_group, retain_freed_memory
 from megaenc.console import ProgressLine, format_duration, print_rank_0
-from megaenc.dist_env import forbid_restart, get_rank, get_world_size
-from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig
+from megaenc.dist_env import get_rank, get_world_size
+from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig, NonFiniteTrainingError
 from megaenc.embed.contrastive import ContrastiveData
 from megaenc.embed.embedder import (
     Embedder,
@@ -30,11 +29,11 @@ from megaenc.embed.export import check_exportable, export_embedder
 from megaenc.embed.pairs import load_pairs
 from megaenc.embed.train import (
     ContrastiveTrainer,
-    NonFiniteTrainingError,
     StateDirectory,
     TrainingProgress,
     train,
 )
+from megaenc.embed.train_command import EmbedTrainConfig, TrainedEmbedder
 from megaenc.errors import InputError
 from megaenc.finetune.model.fingerprint import (
     compute_model_fingerprints,
@@ -43,26 +42,22 @@ from megaenc.finetune.model.fingerprint import (
 from megaenc.finetune.train import make_deterministic
 from megaenc.json_files import read_json_object
 
-if TYPE_CHECKING:
-    from megaenc.embed.train_command import EmbedTrainConfig
-
 Result = TypeVar("Result")
 _SETTINGS = "settings.json"
 _CONTENTS = {"model": "weights or config.json", "tokenizer": "tokenizer", "data": "pairs"}
 """Contents that fingerprints identify, by the fingerprint's name."""
 
 
-def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
+def run_training(settings: EmbedTrainConfig, output: Path) -> TrainedEmbedder:
     """Train a model, from its saved state if there is one, and export it to `output`.
 
     All ranks call it together; if there are several, it makes their process group. If `output` has
     a model of the same settings, it is only reported. The state is in OUTPUT.state until the end.
-    The process exits with 1 if the loss or gradient norm is NaN or inf, and the state is then
-    removed.
 
     Raises:
         InputError: The output or the state is of other settings, or the model or data cannot be
             used.
+        NonFiniteTrainingError: The loss or gradient norm is NaN or inf; the state is removed.
     """
     backend = detect_backend()
     state = output.with_name(f"{output.name}.state")
@@ -95,7 +90,7 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
         print_rank_0(
             f"{output}: finished before, {details['steps']:,} steps, loss {details['loss']:.4f}"
         )
-        return
+        return TrainedEmbedder(output, details["steps"], details["loss"])
     if state.exists() and not state.is_dir():
         raise InputError(
             f"{state}: found a file, expected the directory of a training's state; choose another "
@@ -162,10 +157,11 @@ def run_training(settings: "EmbedTrainConfig", output: Path) -> None:
         f"{format_duration(progress.seconds)}; "
         f"{progress.masked:,} scores masked as false negatives"
     )
+    return TrainedEmbedder(output, progress.step, progress.loss)
 
 
 def _load_embedder(
-    settings: "EmbedTrainConfig",
+    settings: EmbedTrainConfig,
     directory: str,
     embedding: EmbeddingConfig,
     config: ContrastiveConfig,
@@ -193,9 +189,9 @@ def _load_embedder(
 
 
 def _train(
-    settings: "EmbedTrainConfig", trainer: ContrastiveTrainer, state: Path, record: dict[str, Any]
+    settings: EmbedTrainConfig, trainer: ContrastiveTrainer, state: Path, record: dict[str, Any]
 ) -> TrainingProgress:
-    """Train to the last step; exit with 1 if the loss becomes NaN or inf."""
+    """Train to the last step; remove the state if the loss becomes NaN or inf."""
 
     def write_settings() -> None:
         state.mkdir(exist_ok=True)
@@ -210,16 +206,9 @@ def _train(
             save_interval=settings.save_interval,
             log_interval=settings.log_interval,
         )
-    except NonFiniteTrainingError as error:
+    except NonFiniteTrainingError:
         _call_on_rank_0(lambda: remove_path(state))  # the same settings would fail again
-        if not get_rank():
-            print(
-                f"error: {error}; choose a smaller --learning-rate or --precision fp32",
-                file=sys.stderr,
-                flush=True,
-            )
-        forbid_restart(1)
-        sys.exit(1)
+        raise
     trainer.finish()
     return progress
 
@@ -283,10 +272,10 @@ def _hold_lock(output: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _end_process_group() -> Iterator[None]:
-    """Destroy the process group after the block, also after InputError on all ranks."""
+    """Destroy the process group after the block, also after an error of all ranks."""
     try:
         yield
-    except InputError:
+    except (InputError, NonFiniteTrainingError):
         if dist.is_initialized() and get_world_size() > 1:
             dist.destroy_process_group()
         raise

@@ -96,6 +96,21 @@ def run_main(argv: Sequence[str] | None = None) -> None:
         FinetuneRunConfig, argv, prog="megaenc finetune run", description=__doc__
     )
     flags.check_given(settings, "finetune run", "model", "dataset")
+    with exit_on_sigterm():
+        result, is_new = run_finetuning(settings)
+    _print_scores(result, was_finished=not is_new)
+
+
+def run_finetuning(settings: FinetuneRunConfig) -> tuple[result_files.Result, bool]:
+    """Train and evaluate a model, or read the results of the same run.
+
+    Returns:
+        The result, which has `failure` if a loss or a prediction was NaN or inf; and whether it was
+        computed now.
+
+    Raises:
+        InputError: Settings, model, data or output are unusable, or another process computes it.
+    """
     settings.protocol.check()
     check_process_count("--threads", settings.protocol.threads)
     output = Path(settings.output)
@@ -115,7 +130,6 @@ def run_main(argv: Sequence[str] | None = None) -> None:
         pending = job
     if pending is not None:
         with (
-            exit_on_sigterm(),
             _clean_up_on_input_error(output, pending.model.name),
             try_lock_run(pending) as is_locked,
         ):
@@ -140,7 +154,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
                 except DataUnavailable as error:  # only a grid retries it
                     raise InputError(str(error)) from None
             save_fingerprints(settings.output)
-    _print_scores(directory, job.family, was_finished=pending is None)
+    return result_files.read_result(directory), pending is not None
 
 
 @contextlib.contextmanager
@@ -160,12 +174,12 @@ def _clean_up_on_input_error(output: Path, model: str) -> Iterator[None]:
             raise
 
 
-def _print_scores(directory: Path, family: TaskFamily, *, was_finished: bool) -> None:
-    """Print the scores in a result directory with their baselines.
+def _print_scores(result: result_files.Result, *, was_finished: bool) -> None:
+    """Print the scores of a run with their baselines.
 
     The exit code is 1 if the run failed.
     """
-    result = result_files.read_result(directory)
+    directory = result.path
     if result.failure is not None:
         again = " before" * was_finished
         print_rank_0(
@@ -191,6 +205,6 @@ def _print_scores(directory: Path, family: TaskFamily, *, was_finished: bool) ->
             + (f"; worthless: {split.collapsed}" if split.collapsed else "")
         )
     print_rank_0(
-        f"in brackets: {_BASELINE_DESCRIPTIONS[family]}; "
+        f"in brackets: {_BASELINE_DESCRIPTIONS[TaskFamily(result.family)]}; "
         f"{'finished before, ' * was_finished}{directory / result_files.RESULTS}"
     )

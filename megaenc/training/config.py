@@ -542,16 +542,39 @@ def merge_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> P
     Raises:
         InputError: File or preset is invalid, or --objective-schedule is given with any `phases`.
     """
-    config = flags.find_flag_value(argv, "--config")
-    if config:
-        default = read_config_file(config, default)
-    names = ("model", "objective_schedule", "lr_decay_style", "micro_batch_size", *REPLACES)
+    names = (
+        "config",
+        "model",
+        "objective_schedule",
+        "lr_decay_style",
+        "micro_batch_size",
+        *REPLACES,
+    )
     values = {name: flags.find_flag_value(argv, f"--{name.replace('_', '-')}") for name in names}
     given = {name: value for name, value in values.items() if value is not None}
+    return merge_given(default, given, prog)
+
+
+def merge_given(default: PretrainConfig, given: Mapping[str, Any], source: str) -> PretrainConfig:
+    """Return `default` with the file and the preset that `given` values name.
+
+    Other values only reset fields that they replace, as in `merge_defaults`.
+
+    Args:
+        default: Configuration to start from, which is not changed.
+        given: Values of flags by field name, with `config` and `model`.
+        source: Command or function of the values, for errors.
+
+    Raises:
+        InputError: File or preset is invalid, or an objective schedule is given with phases.
+    """
+    config = given.get("config")
+    if config:
+        default = read_config_file(config, default)
     _check_schedule(given.get("phases") or default.phases, given.get("objective_schedule"))
     default = _prepare_defaults(default, given)
     if "micro_batch_size" in given:
-        phases = [parse_phase(text, config or prog) for text in default.phases]
+        phases = [parse_phase(text, config or source) for text in default.phases]
         for phase in phases:
             phase.pop("micro_batch_size", None)  # as it only depends on the machine
         default = dataclasses.replace(

@@ -7,7 +7,8 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -45,6 +46,34 @@ VALIDATION_FILE = "validation.jsonl"
 STRAGGLERS_FILE = "stragglers.jsonl"
 STACKS_DIR = "stacks"
 """Directory of the stacks of a hang, possibly of one before the run began."""
+
+
+@dataclass(frozen=True)
+class PretrainResult:
+    """End of a pretraining run: its directory, last step and losses.
+
+    Losses are means over predictions, in nats; they are None or missing if there was none. Those of
+    a run that was complete before are read from its directory.
+    """
+
+    directory: Path | None
+    """Run directory (--save), from which the run resumes; None without one."""
+    step: int
+    """Last trained step."""
+    loss: float | None
+    """Training loss of the last step, over its whole batch."""
+    validation: dict[str, float | None]
+    """Losses of the last validation by objective, or NAME/OBJECTIVE of --valid-data-path."""
+    stop_reason: str = ""
+    """Reason of an end before the last step of the run, such as SIGTERM; empty without one."""
+    is_stopped: bool = False
+    """True if a signal or the time limit ended the run before its last step; the same call
+    resumes it."""
+
+
+def list_losses(scores: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the losses in a row of validation.jsonl by objective; {} for {}."""
+    return {name: values["loss"] for name, values in scores.get("objectives", {}).items()}
 
 
 class RunDir:
@@ -183,6 +212,19 @@ class RunDir:
                 with convert_write_errors(self.path / file):
                     self.lock.check()
                     atomic_write(self.path / file, "".join(line + "\n" for line in lines))
+
+    def read_result(self, step: int) -> PretrainResult:
+        """Return the result of the complete run, whose last step is `step`.
+
+        Raises:
+            InputError: A metrics file cannot be read, or has an invalid line.
+        """
+        rows = []
+        for file in (METRICS_FILE, VALIDATION_FILE):
+            lines = _read_rows(self.path / file, step)
+            rows.append(parse_json(lines[-1].encode()) if lines else {})
+        metrics, scores = rows
+        return PretrainResult(self.path, step, metrics.get("loss"), list_losses(scores))
 
     def append_row(self, file: str, row: dict[str, Any]) -> None:
         """Append `row` as a JSON line to a metrics file, which is created if missing.

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from megaenc.training.distributed.signals import SignalHandler
 from megaenc.training.distributed.watchdog import ProgressBeats, Watchdog
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
-from megaenc.training.run_dir import STACKS_DIR, RunDir
+from megaenc.training.run_dir import STACKS_DIR, PretrainResult, RunDir, list_losses
 from megaenc.training.run_init import PROGRESS_FIELDS, RunInit, identity_digest
 from megaenc.training.skip_policy import plan_after_rewind, saw_same_data
 from megaenc.training.timers import EVALUATION, SAVE, StepTimers
@@ -46,9 +47,9 @@ from megaenc.training.validation import Validator
 class RunContext:
     """Devices, watchdog, signals and directories of a run, which outlast a rewind.
 
-    `pretrain` builds it on each rank from its `backend`, a `watchdog` and `signals` whose contexts
-    are entered, and two parts of --save, which are None without that flag: `checkpoints`, on all
-    ranks, and `run_dir`, None also on ranks other than 0.
+    `train_plan` builds it on each rank from its `backend`, a `watchdog` and `signals` whose
+    contexts are entered, and two parts of --save, which are None without that flag: `checkpoints`,
+    on all ranks, and `run_dir`, None also on ranks other than 0.
     """
 
     backend: Backend
@@ -58,33 +59,29 @@ class RunContext:
     """Checkpoints of --save, on all ranks."""
     run_dir: RunDir | None
     """Directory of --save, on rank 0."""
+    callbacks: tuple[Callable[["Trainer"], Callback], ...] = ()
+    """Functions that build callbacks, after those of --callbacks."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """End of the training loop: completion, exit, stop or rewind.
-
-    `is_stopped` is True if a signal or the time limit ended it before the last step; `rewound_plan`
-    is the plan to continue by, from an earlier checkpoint, after a loss spike, else None. Both have
-    their defaults after the last step, --exit-interval and a callback's request.
-    """
-
-    is_stopped: bool = False
-    """True if a signal or the time limit ended it before the last step."""
-    rewound_plan: Plan | None = None
-    """Plan of a rewind after a loss spike, by which the last checkpoint that it allows is to be
-    resumed."""
-
-
-def pretrain(plan: Plan, backend: Backend) -> bool:
+def train_plan(
+    plan: Plan,
+    backend: Backend,
+    callbacks: Sequence[Callable[["Trainer"], Callback]] = (),
+    *,
+    ends_process: bool = True,
+) -> PretrainResult:
     """Train a run, or resume its newest checkpoint in --save, and save it.
 
-    All ranks call this together, after `init_distributed`, and get the same result. Rank 0 prints
+    All ranks call this together, after `init_distributed`, and get equal results. Rank 0 prints
     header, progress and last line. The run ends with the last step, by --exit-interval or a
-    callback, or if a signal or time limit stops it: False is returned if that was before the last
-    step, else True. Without --save there is no run directory, and signals keep their handlers,
-    which are otherwise restored at the end, unless there was a signal or time limit; then signals
-    are ignored from there on.
+    callback, or if a signal or time limit stops it. Without --save there is no run directory, and
+    signals keep their handlers; else see `SignalHandler`.
+
+    Args:
+        plan: Run to train.
+        backend: Hardware of this process.
+        callbacks: Functions that build callbacks of the trainer, after those of --callbacks.
+        ends_process: Whether the process ends with the run.
 
     Raises:
         InputError: Data, directory or checkpoints do not fit, or too many steps were skipped, on
@@ -113,23 +110,29 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
             stack.enter_context(watchdog)
             # Entered last: waiting for the run directory does not count towards the run's duration.
             signals = stack.enter_context(
-                SignalHandler(output.exit_duration_in_mins, checkpoints is not None)
+                SignalHandler(
+                    output.exit_duration_in_mins, checkpoints is not None, ends_process=ends_process
+                )
             )
-            run = RunContext(backend, watchdog, signals, checkpoints, run_dir)
-            outcome = train_until_exit(plan, run)
-            while outcome.rewound_plan:
+            run = RunContext(backend, watchdog, signals, checkpoints, run_dir, tuple(callbacks))
+            result = train_until_exit(plan, run)
+            while isinstance(result, Plan):
                 gc.collect()  # frees the old model before the next one is built
-                outcome = train_until_exit(outcome.rewound_plan, run)
-            return not outcome.is_stopped
+                result = train_until_exit(result, run)
+            return result
 
 
-def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
+def train_until_exit(plan: Plan, run: RunContext) -> PretrainResult | Plan:
     """Train from the newest checkpoint to the last step, a stop or a rewind.
 
-    All ranks call this together, and errors are those of `pretrain`. Without a checkpoint the run
+    All ranks call this together, and errors are those of `train_plan`. Without a checkpoint the run
     begins at the starting point of `plan`. If the newest checkpoint is that of the last step,
     nothing is trained, and rank 0 prints a line. Checkpoints are saved as the flags say, and at the
     end of the run, but not before a rewind.
+
+    Returns:
+        The end of the run; or, for a rewind after a loss spike, the plan by which the last
+        checkpoint that it allows is to be resumed.
     """
     settings = plan.settings
     output = settings.output
@@ -143,7 +146,7 @@ def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
         saved_state = checkpoints.verify_newest(plan)
     if saved_state and saved_state["step"] == total:
         print_rank_0(f"{output.save} is complete: step {total} of {total}")
-        return Outcome()
+        return broadcast_call(lambda: run.run_dir.read_result(total))
     trainer = Trainer(plan, run, saved_state)
     with contextlib.ExitStack() as stack:
         for callback in trainer.callbacks:
@@ -177,12 +180,18 @@ def train_until_exit(plan: Plan, run: RunContext) -> Outcome:
                 break
         run.watchdog.beat("end", step)
     if rewound_plan:
-        return Outcome(rewound_plan=rewound_plan)
-    print_rank_0(
-        format_run_footer(step, total, report.result.metrics.loss, output.save, stop_reason)
-    )
+        return rewound_plan
+    loss = report.result.metrics.loss
+    print_rank_0(format_run_footer(step, total, loss, output.save, stop_reason))
     run.signals.wait_for_launcher()
-    return Outcome(is_stopped=bool(signal_reason) and not is_last)
+    return PretrainResult(
+        Path(output.save) if output.save else None,
+        step,
+        loss,
+        list_losses(trainer.scores),
+        stop_reason="" if is_last else stop_reason or "",
+        is_stopped=bool(signal_reason) and not is_last,
+    )
 
 
 def _is_due(step: int, interval: int | None) -> bool:
@@ -197,9 +206,9 @@ class Trainer:
     to resume, or None for a new run; it builds the engine, loads the weights and writes to the run
     directory (`RunDir.begin`). All ranks call it and the methods together, except `request_stop`.
     Callbacks may read `plan`, `backend`, `engine`, `watchdog`, `start_step` (the step before the
-    first one to train), `progress` (PROGRESS_FIELDS by name, summed over ranks), `pause_timers` (a
-    StepTimers of validations and saves since the last logged row), `logger` (MetricsLogger of
-    metrics) and `callbacks`.
+    first one to train), `progress` (PROGRESS_FIELDS by name, summed over ranks), `scores` of the
+    last validation, `pause_timers` (a StepTimers of validations and saves since the last logged
+    row), `logger` (MetricsLogger of metrics) and `callbacks`.
     """
 
     def __init__(self, plan: Plan, run: RunContext, saved_state: dict[str, Any] | None):
@@ -240,6 +249,8 @@ class Trainer:
             )
         )
         self._validator: Validator | None = None
+        self.scores: dict[str, Any] = {}
+        """Scores of the last validation, as in `Callback.after_validation`; {} before it."""
         last_step = self.start_step if saved_state else -1
         if run.checkpoints:
             broadcast_call(lambda: run.run_dir.begin(plan, kernels, last_step))
@@ -247,7 +258,7 @@ class Trainer:
         self.logger.drop_rows_after(last_step)
         monitoring = plan.settings.monitoring
         self.callbacks: list[Callback] = [ProgressBeats(self)]
-        """Callbacks of the run: its own, then those of --callbacks."""
+        """Callbacks of the run: its own, those of --callbacks, then those of the caller."""
         if monitoring.profile:
             self.callbacks.append(Profiler(self))
         self.callbacks.append(self.logger)
@@ -255,13 +266,14 @@ class Trainer:
             self.callbacks.append(StragglerDetector(self))
         for callback_class, options in parse_callbacks(monitoring.callbacks):
             self.callbacks.append(callback_class(self, **options))
+        self.callbacks += [build(self) for build in run.callbacks]
 
     def request_stop(self, reason: str) -> None:
         """End the run after the present step, with a checkpoint; for any single rank.
 
         The checkpoint needs --save. Unlike a signal, it ends the run with exit code 0. A request
         before the first step counts after it; one at a save after a step, after the next. The last
-        request on a rank counts. Without --callbacks requests have no effect.
+        request on a rank counts. Requests have no effect in a run without callbacks of its user.
 
         Args:
             reason: Text that the last line of the run gives as the reason, if it is rank 0's.
@@ -274,7 +286,7 @@ class Trainer:
         All ranks call this together. On ranks other than the callback's, the text is "a callback on
         another rank".
         """
-        if not self.plan.settings.monitoring.callbacks:
+        if not (self.plan.settings.monitoring.callbacks or self._run.callbacks):
             return ""
         [is_requested] = reduce_over_ranks([bool(self._stop_reason)], ReduceOp.MAX)
         return self._stop_reason or "a callback on another rank" * is_requested
@@ -386,8 +398,8 @@ class Trainer:
         before_pass = partial(self.call, "before_validation", step)
         before_pass()
         with self.pause_timers.measure(EVALUATION):
-            scores = self._validator(self.engine, before_pass)
-        self.call("after_validation", step, scores)
+            self.scores = self._validator(self.engine, before_pass)
+        self.call("after_validation", step, self.scores)
 
     def save(self, step: int, block: bool) -> None:
         """Save a checkpoint after `step`; do nothing without --save.

@@ -345,7 +345,7 @@ def _run_job(job: _TrainingJob) -> None:
     from megaenc import backend
     from megaenc.training.config import parse_config
     from megaenc.training.planning import build_plan
-    from megaenc.training.trainer import pretrain
+    from megaenc.training.trainer import train_plan
 
     schedule = register_objective(job.objective, job.options)
     if not job.flags:
@@ -361,6 +361,6 @@ def _run_job(job: _TrainingJob) -> None:
     )
     torch.set_num_threads(1)
     try:
-        pretrain(plan, device)
+        train_plan(plan, device)
     finally:
         backend.destroy_distributed()

@@ -17,21 +17,26 @@ _REQUESTS = (*_SIGNALS, _TIME_LIMIT)
 class SignalHandler:
     """Context that records requests to stop: signals or a time limit.
 
-    The signals are SIGTERM, SIGINT and SIGUSR1; a second SIGINT kills at once. Nothing is
-    interrupted: after each step all ranks sum their `votes`, and `stop_reason` is the same for all.
-    After a request to this rank, or one that ends the run, the signals are ignored from the end of
-    the context on; else their earlier handlers are restored. It is for the main thread of each
-    rank. It is made with `minutes`, from then to the time limit (None: no limit), and
-    `handle_signals`, False to leave signals alone.
+    The signals are SIGTERM, SIGINT and SIGUSR1. Nothing is interrupted: after each step all ranks
+    sum their `votes`, and `stop_reason` is the same for all. If the process ends with the run, a
+    second SIGINT kills at once, and the signals are ignored after the context if there was a
+    request. Otherwise the earlier handlers are restored, that of SIGINT at the first SIGINT, and
+    the end of the context raises KeyboardInterrupt for it. It is for the main thread of each rank.
+    It is made with `minutes`, from then to the time limit (None: no limit), `handle_signals`, False
+    to leave signals alone, and `ends_process`.
     """
 
-    def __init__(self, minutes: float | None, handle_signals: bool = True) -> None:
+    def __init__(
+        self, minutes: float | None, handle_signals: bool = True, *, ends_process: bool = True
+    ) -> None:
         """Set up the time limit; signals are recorded from the context's begin on.
 
         Args:
             minutes: Time from now after which the end is requested, too; None for no limit.
             handle_signals: False to leave the handlers of signals unchanged.
+            ends_process: Whether the process ends with the run.
         """
+        self._ends_process = ends_process
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._minutes = minutes
         self._signals = _SIGNALS if handle_signals else ()
@@ -43,19 +48,22 @@ class SignalHandler:
         return self
 
     def _on_signal(self, signum: int, frame: object) -> None:
-        """Record the request; restore the default handler for a second SIGINT."""
+        """Record the request; replace the handler for a second SIGINT."""
         self._requested_signal = signum
         if signum == signal.SIGINT:
             # The kernel's handler does not wait for a collective.
-            signal.signal(signum, signal.SIG_DFL)
+            signal.signal(signum, signal.SIG_DFL if self._ends_process else self._before[signum])
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for signum, before in self._before.items():
-            if not (self._requested_signal or self._reason):
+            if not (self._ends_process and (self._requested_signal or self._reason)):
                 signal.signal(signum, before)
             elif signal.getsignal(signum) == self._on_signal:
                 # Unlike a Python handler, this lasts until the end of the process.
                 signal.signal(signum, signal.SIG_IGN)
+        is_interrupted = signal.SIGINT in (self._requested_signal, self._reason)
+        if is_interrupted and not self._ends_process and kind is None:
+            raise KeyboardInterrupt
 
     def votes(self) -> list[int]:
         """Return this rank's request to stop as numbers, to be summed over all ranks.

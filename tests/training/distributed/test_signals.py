@@ -1,5 +1,6 @@
 """Runs that a signal or a time limit ends: they save and exit with code 75."""
 
+import os
 import signal
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 import runs
 
 from megaenc.training.checkpoint.loader import CheckpointLoader
-from megaenc.training.distributed.signals import EXIT_STOPPED
+from megaenc.training.distributed.signals import EXIT_STOPPED, SignalHandler
 
 # A run that ends only when it is told to.
 LONG = [
@@ -112,3 +113,22 @@ def test_no_signal_after_the_first_ends_the_process_before_it_is_done():
 def test_the_second_ctrl_c_ends_at_once():
     result = runs.run([sys.executable, "-c", SECOND], expect=-signal.SIGINT)
     assert result.stdout == "once\n"
+
+
+@pytest.fixture
+def default_interrupt():
+    """Restore Python's handler of SIGINT, which commands of other tests replace."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_process_that_goes_on_gets_its_handlers_back(default_interrupt):
+    """The second Ctrl-C in a notebook raises KeyboardInterrupt; the kernel lives."""
+    with pytest.raises(KeyboardInterrupt), SignalHandler(None, ends_process=False) as requests:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert sum(requests.votes()) == 1
+        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), SignalHandler(None, ends_process=False):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is default_interrupt
