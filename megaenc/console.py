@@ -53,6 +53,22 @@ def silence_libraries() -> None:
         warnings.filterwarnings("default", module=r"megaenc(\.|$)")
 
 
+@contextmanager
+def silenced_libraries() -> Iterator[None]:
+    """Silence libraries as `silence_libraries` does, for the `with` block.
+
+    Log levels and warning filters are restored after it; environment variables stay.
+    """
+    levels = {name: logging.getLogger(name).level for name in _NOISY_LOGGERS}
+    with warnings.catch_warnings():
+        silence_libraries()
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
 # C0 and C1 control characters, bidirectional marks and overrides, line separators, lone surrogates.
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"

@@ -37,6 +37,26 @@ _SHARED_FLAGS = 10
 # (heading, purpose, module, names)
 PUBLIC = [
     (
+        "Commands as functions",
+        "What [commands](flags.md) do, for programs and notebooks ([how](python.md)). Import the "
+        "classes of results only for type annotations.",
+        "megaenc",
+        [
+            "train_tokenizer",
+            "preprocess",
+            "pretrain",
+            "export",
+            "finetune_model",
+            "train_embedder",
+            "evaluate_embeddings",
+        ],
+    ),
+    ("", "", "megaenc.training.run_dir", ["PretrainResult"]),
+    ("", "", "megaenc.convert.command", ["ExportedModel"]),
+    ("", "", "megaenc.finetune.results.files", ["Result", "SplitScores"]),
+    ("", "", "megaenc.embed.train_command", ["TrainedEmbedder"]),
+    ("", "", "megaenc.embed.evaluation_file", ["EvaluationRow"]),
+    (
         "Objectives",
         "Names for packages that add an objective "
         "([how](extending.md#an-objective-of-your-own-package)).",
@@ -88,10 +108,8 @@ def api() -> str:
     parts = [
         "# Python names",
         NOTE,
-        "Most of what megaenc does is done by [commands](flags.md). These names may be imported; "
-        "what is not here may change "
-        "from one version to the next. N is the predicted positions of a pack, T its tokens, D its "
-        "documents.",
+        "These names may be imported; what is not here may change from one version to the next. "
+        "N is the predicted positions of a pack, T its tokens, D its documents.",
     ]
     for heading, purpose, module, names in PUBLIC:
         if heading:

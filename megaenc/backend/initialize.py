@@ -116,8 +116,14 @@ def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=
         timeout: Timeout of joining and of each collective.
 
     Raises:
+        InputError: This process is in a group of others already.
         RuntimeError: Not all processes join.
     """
+    if dist.is_initialized():
+        raise InputError(
+            "torch.distributed: found a process group of this process, expected none; call "
+            "torch.distributed.destroy_process_group() first"
+        )
     if is_launched():
         store, rank, size = rendezvous(timeout)
         # Without `device_id`, with which all ranks take part in creating each group: ten for each
