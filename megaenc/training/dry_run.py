@@ -57,7 +57,7 @@ def print_dry_run(plan: Plan) -> None:
     packings = dict.fromkeys(phase.settings.data.packing for phase in settings.phase_configs)
     console.print(
         f"{total:,} steps of {settings.batch_size_text} packs of {settings.seq_length_text} tokens "
-        f"({', then '.join(packings)}): {settings.tokens_after(total):,} tokens"
+        f"({', '.join(packings)}): {settings.tokens_after(total):,} tokens"
     )
     start = f"{plan.start.describe()}{plan.skipped.describe()}"
     for line in (*describe_frozen(settings), *describe_uneven_shares(settings)):
@@ -201,6 +201,7 @@ _PHASE_COLUMNS: dict[str, Callable[[PretrainConfig], str]] = {
 _RARE_COLUMNS: dict[str, Callable[[PretrainConfig], str]] = {
     "weight decay": lambda settings: f"{settings.optimizer.weight_decay:g}",
     "temperature": lambda settings: f"{settings.data.blend_temperature:g}",
+    "packing": lambda settings: settings.data.packing,
 }
 """Columns of the phase table if the phases differ in them."""
 

@@ -222,8 +222,8 @@ class Plan:
     def corpus_usage(self) -> list[CorpusUsage]:
         """Return packs and epochs of each corpus in the whole run, as planned.
 
-        Steps of a branch's parent count, skipped packs do not. A corpus that phases reach by
-        several paths has one row, with the last path.
+        Steps of a branch's parent count, skipped packs do not. A corpus has one row, with the last
+        of the paths by which phases reach it, and with the mean of `dropped` over its epochs.
         """
         rows: dict[str, CorpusUsage] = {}
         for first, end, data in self._data_ranges():
@@ -232,10 +232,14 @@ class Plan:
                 earlier = rows.get(
                     corpus.fingerprint, dataclasses.replace(row, packs=0, epochs=0.0)
                 )
-                row = dataclasses.replace(
-                    row, packs=earlier.packs + row.packs, epochs=earlier.epochs + row.epochs
+                epochs = earlier.epochs + row.epochs
+                dropped = row.dropped
+                if epochs and earlier.dropped != dropped:  # packing or length have changed
+                    dropped_epochs = earlier.dropped * earlier.epochs + row.dropped * row.epochs
+                    dropped = dropped_epochs / epochs
+                rows[corpus.fingerprint] = dataclasses.replace(
+                    row, packs=earlier.packs + row.packs, epochs=epochs, dropped=dropped
                 )
-                rows[corpus.fingerprint] = row
         if self.earlier_data:  # by weights only in a run of one blend
             total = sum(row.packs for row in rows.values())
             return [dataclasses.replace(row, share=row.packs / total) for row in rows.values()]

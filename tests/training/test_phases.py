@@ -12,6 +12,7 @@ from training_helpers import make_corpus, plan_of
 
 from megaenc.convert.to_hf import to_hf
 from megaenc.data.indexed.corpus import split_documents
+from megaenc.data.packing.packed_dataset import RandomLengthPackedDataset
 from megaenc.errors import InputError
 from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.command import main
@@ -141,8 +142,9 @@ def test_a_corpus_continues_where_an_earlier_phase_stopped(small_corpus, second_
     assert not list(expected)
 
 
-def test_packing_may_change_by_phase(small_corpus, capfd):
+def test_packing_may_change_by_phase(small_corpus, capfd, monkeypatch):
     """Each packing continues where it stopped, as in a run that has only this packing."""
+    monkeypatch.setattr(RandomLengthPackedDataset, "dropped", 0.3)
     flags = [*small_corpus.flags, "--seq-length", "64", "--global-batch-size", "8"]
     packings = ["concat", "random-length", "concat"]
     phases = [{"objective": "mlm", "train_iters": 2, "packing": packing} for packing in packings]
@@ -155,8 +157,14 @@ def test_packing_may_change_by_phase(small_corpus, capfd):
             pack = data.train[16 * phase + sample]
             assert np.array_equal(pack.tokens, alone[packing][first + sample].tokens)
     assert [row["packing"] for row in plan.identity["phases"]] == packings
+    assert plan.corpus_usage[0].dropped == pytest.approx(0.1, rel=0.1)  # a third of the run
     main([*flags, "--phases", *map(json.dumps, phases), "--dry-run"])
-    assert "of 64 tokens (concat, then random-length)" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "of 64 tokens (concat, random-length)" in printed
+    rows = [
+        line.split() for line in printed.splitlines() if line.split()[:1] in (["phase"], ["mlm"])
+    ]
+    assert [row[-1] for row in rows] == ["packing", *packings, "%)"]
 
 
 def test_phases_that_differ_only_in_objectives_are_the_schedule(small_corpus):
