@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaenc import flags
 from megaenc.data.packing.data_path import may_share_weights
+from megaenc.data.packing.packed_dataset import check_two_chunks_fit
 from megaenc.errors import InputError, closest_match
 from megaenc.objectives.parser import parse_schedule
 from megaenc.training.lr_schedule import (
@@ -273,6 +274,8 @@ def _resolve_phase(config: "PretrainConfig", text: str, source: str) -> "Pretrai
     settings = flags.replace_fields(drop_replaced(settings, values), values, source=source)
     try:
         settings.check_rampup()
+        if settings.data.packing == "random-length":
+            check_two_chunks_fit(settings.data.seq_length)
         if (
             settings.data.blend_temperature != 1
             and "blend_temperature" in values

@@ -430,6 +430,8 @@ def test_a_file_with_phases_replaces_the_length_of_its_base(tmp_path):
         (["{objective: mlm, train_iters: 4}",
           "{objective: mlm, train_iters: 4, micro_batch_size: 0}"],
          "phase 2: field `micro_batch_size`: found 0, expected 1 to 10,000,000"),
+        (["{objective: mlm, train_iters: 4, packing: random-length, seq_length: 16}"],
+         "phase 1: --packing random-length: found --seq-length 16, expected at least 24"),
         (["{objective: mlm, train_iters: 4, lr_warmup_iters: 3, lr_wsd_decay_iters: 2}"],
          "phase 1: warm-up of 3 and decay of 2"),
     ],
