@@ -89,7 +89,7 @@ ROWS = {
     "{tune} --dataset set-numbers/": "set-numbers/valid.jsonl:1: label 'good': expected a number",
     "{tune} --dataset set-lists/": "set-lists/valid.jsonl:1: labels 7: expected a list",
     "{tune} --dataset set-ranks/": "set-ranks/valid.jsonl:1: label 7: expected 1",
-    "{tune} --dataset set-ranks/ --pair-template study": "--pair-template 'Text 1: {text}",
+    "{tune} --dataset set-ranks/ --pair-template {text}{text_pair}": "--pair-template '{text}",
     "{tune} --dataset set --config unknown.yaml": "unknown.yaml",
     "{tune} --dataset set --config threshold.yaml --max-steps -1": (
         "threshold.yaml: field `max_steps`: found -1"

@@ -64,9 +64,9 @@ class DatasetConfig:
     classification, QA question answering, IR retrieval, regression a number for each text,
     multi_label any number of labels, reranking the relevance of documents to a query"""
     pair_template: str = TOKENIZER_PAIRS
-    """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens; study:
-    by the study's template; or a template with {text} and {text_pair}; local data named like a data
-    set of the study uses the study's template"""
+    """tokenizer: the two texts of a pair are joined by the tokenizer's own special tokens, in
+    reranking always; study: by the study's template; or a template with {text} and {text_pair};
+    local data named like a data set of the study uses the study's template"""
     validation_fraction: FractionBelowHalf = 0.0
     """split a single file of labelled data: this fraction validates, as much tests, the rest
     trains; seed 42, labels in proportion (of a text with several, the rarest counts), equal texts
@@ -145,7 +145,9 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     if family is TaskFamily.REGRESSION and not flags.task:
         rows = formats.read_rows(first_file)
         formats.print_whole_numbers(name, (row.get("label") for _, row in rows))
-    if family is TaskFamily.RERANKING and pair_template != TOKENIZER_PAIRS:
+    # The study's template may be there for the other data of a grid; reranking is not the study's.
+    ignored = (TOKENIZER_PAIRS, PAIR_TEMPLATE)
+    if family is TaskFamily.RERANKING and pair_template not in ignored:
         raise InputError(
             f"--pair-template {pair_template!r}: found {name} of the task {family}, "
             f"expected {TOKENIZER_PAIRS}, as CrossEncoder joins pairs"

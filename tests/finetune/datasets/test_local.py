@@ -187,6 +187,8 @@ def test_rows_of_a_query_are_its_candidates(tmp_path, form, rows):
     """Also with a label for each document; queries that rank nothing are left out."""
     dataset = find_dataset(write_splits(tmp_path / "set", form, rows))
     assert (dataset.family, dataset.labels) == (TaskFamily.RERANKING, ("score",))
+    study = find_dataset(str(tmp_path / "set"), pair_template="study")
+    assert (study.fingerprint, study.pair_template) == (dataset.fingerprint, "")
     assert dataset.load_split("test") == QUERIES
 
 
@@ -207,7 +209,7 @@ def test_a_drawn_split_has_whole_queries(tmp_path):
         ({"query": "q", "document": "a"}, {}, "test.jsonl: found no query with a relevant"),
         (
             RANKED[0],
-            {"pair_template": "study"},
+            {"pair_template": "{text} | {text_pair}"},
             "--pair-template .* of the task reranking",
         ),
     ],

@@ -5,6 +5,7 @@ import shutil
 
 import manifests
 import pytest
+import small_data
 import stage_artifacts
 from corpus_helpers import VOCABULARY, write_whole_corpus
 from stage_artifacts import GRID, STUDY, TWO, assert_stale, make
@@ -129,6 +130,17 @@ def test_results_of_other_data_of_the_same_name(tmp_path):
     assert_stale(nodes(tmp_path, finetune=local)["finetune/base@mine"], "finetune: dataset is ")
     shutil.rmtree(data)
     nodes(tmp_path, finetune=local)["finetune/base@mine"].check()
+
+
+def test_reranking_may_stand_next_to_pairs_in_the_studys_template(tmp_path):
+    rows = {"sc": {"text": "a", "text_pair": "b", "label": 1}, "ranked": {"query": "q"}}
+    rows["ranked"] |= {"document": "d", "negatives": ["n"]}
+    for name, row in rows.items():
+        small_data.write_splits(tmp_path / name, "jsonl", [row])
+    local = {**GRID, "datasets": ["./sc", "./ranked"]}
+    grid = nodes(tmp_path, finetune=local)["finetune/base@ranked"]
+    assert grid.data.flags.pair_template == "study"
+    assert [*grid.data.fingerprints] == ["sc", "ranked"]
 
 
 @pytest.mark.parametrize("family", TaskFamily)
