@@ -43,8 +43,8 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
             NAME= or a slash need not exist; one without must, or it is an unknown data set.
 
     Raises:
-        InputError: A data set is unknown, its name cannot be that of a directory, or two task
-            families have a training set of the same name.
+        InputError: A data set is unknown, its name cannot be that of a directory, or two data sets,
+            or training sets of two task families, have the same name.
     """
     members: dict[tuple[str, str], list[str]] = {}
     for dataset in grid.datasets:
@@ -71,6 +71,12 @@ def plan_training_sets(grid: GridConfig, data_dir: Path) -> tuple[TrainingSet, .
             )
             raise InputError(
                 f"finetune: field `datasets`: {problem}, expected one; name a path with NAME=PATH"
+            )
+    for name, times in Counter(name for sets in members.values() for name in sets).items():
+        if times > 1:
+            raise InputError(
+                f"finetune: field `datasets`: found {truncate_text(name, 60)} as the name of "
+                f"{times} data sets, expected one; name a path with NAME=PATH"
             )
     return tuple(TrainingSet(*key, tuple(sets)) for key, sets in members.items())
 

@@ -79,6 +79,11 @@ def test_a_training_set_has_one_family(data):
         plan_training_sets(GridConfig(datasets=("sst2", "demo_ir"), data=flags), data)
 
 
+def test_data_sets_have_names_of_their_own(tmp_path):
+    with pytest.raises(InputError, match="found rated as the name of 2 data sets, expected one"):
+        plan_training_sets(GridConfig(datasets=("a/rated", "./rated")), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("datasets", "train_on", "planned"),
     [
