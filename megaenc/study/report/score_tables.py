@@ -563,8 +563,8 @@ def build_variance_table(evidence: Evidence) -> Table | None:
         "the seeds, and of a mean due to the choice of fine-tuning seeds and of test examples. "
         "Seeds for a difference: number of seeds with which a true difference of so many points "
         "between two models that share seeds and examples is found in four of five studies; "
-        "never: the test examples are too few for any number of seeds. Estimates from few seeds "
-        "are rough."
+        "never: more than 10,000 seeds, or any number, as the test examples are too few. Estimates "
+        "from few seeds are rough, and without scores of examples leave their choice out."
     )
     return (
         Table(
