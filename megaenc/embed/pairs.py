@@ -15,7 +15,7 @@ from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.beir import load_beir_pairs
 from megaenc.finetune.datasets.hub import load_from_hub
 from megaenc.finetune.datasets.hub_repository import parse_hub_reference
-from megaenc.finetune.datasets.pair_rows import TrainingPair, build_pair
+from megaenc.finetune.datasets.pair_rows import TrainingPair, build_pair, read_relevance
 
 EXPECTED_PAIRS = (
     "pairs in .jsonl, .csv, .tsv or .parquet (columns query and document, or anchor and positive), "
@@ -44,12 +44,12 @@ def load_pairs(sources: Sequence[str]) -> PairData:
     Face Hub, whose split `train` is read: ORG/NAME or ORG/NAME:CONFIG, with or without @REVISION.
     Files may be .jsonl, .csv, .tsv, .parquet, or SQuAD's .json, whose unanswerable questions are
     left out. Columns are `query` (or `anchor`, `question`), `document` (or `positive`, `context`)
-    and, if any, `negatives` (a list; or `negative_1` and so on). Pairs that differ only in their
-    hard negatives are distinct.
+    and, if any, `negatives` (a list; or `negative_1` and so on) and `label`, which must be 1. Pairs
+    that differ only in their hard negatives are distinct.
 
     Raises:
-        InputError: A source is missing, invalid or without a pair, or there are fewer than two
-            distinct pairs.
+        InputError: A source is missing, invalid or without a pair, a document is labelled as not
+            relevant, or there are fewer than two distinct pairs.
     """
     if not sources:
         raise InputError(f"--data: missing, expected {EXPECTED_PAIRS}")
@@ -64,7 +64,13 @@ def load_pairs(sources: Sequence[str]) -> PairData:
             if "context" in row and isinstance(answers, Mapping) and answers.get("text") == []:
                 unanswerable += 1
                 continue
-            pairs[build_pair(row, location)] = None
+            pair = build_pair(row, location)
+            if not read_relevance(row, location):
+                raise InputError(
+                    f"{location}: label 0: found a document that is not relevant, "
+                    "expected it among the `negatives` of a relevant one"
+                )
+            pairs[pair] = None
             total += 1
         if total == before:
             raise InputError(f"{source}: found no pair, expected {EXPECTED_PAIRS}")

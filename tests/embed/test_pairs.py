@@ -189,6 +189,12 @@ def test_pairs_of_the_hub_are_its_split_train(monkeypatch, capsys):
             '{"query": "a", "document": "b", "negatives": [], "negative": "c"}',
             "a.jsonl:1: found `negatives` and `negative`",
         ),
+        (
+            '{"query": "a", "document": "b", "label": 1}\n'
+            '{"query": "a", "document": "c", "label": 0}',
+            "a.jsonl:2: label 0: found a document that is not relevant, expected it among",
+        ),
+        ('{"query": "a", "document": "b", "label": 0.7}', "a.jsonl:1: label 0.7: expected 1"),
     ],
 )
 def test_bad_rows_are_one_line_with_their_place(text, message):

@@ -233,6 +233,7 @@ _TEXTS = {
         '{"query": "one", "document": "two"}\n{"query": "three", "document": ""}\n'
     ),
     "pairs-same.jsonl": '{"query": "one", "document": "one"}\n',
+    "pairs-judged.jsonl": '{"query": "one", "document": "two", "label": 0}\n',
     "pairs-one.jsonl": '{"query": "one", "document": "two"}\n',
     "set-beir/corpus.jsonl": '{"_id": "d", "text": "a document"}\n',
     "set-beir/queries.jsonl": '{"_id": "q", "text": "a query"}\n',

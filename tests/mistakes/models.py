@@ -156,6 +156,7 @@ ROWS = {
     "{mine} --model hf --data pairs-same.jsonl": (
         "pairs-same.jsonl:1: query and document are the same text"
     ),
+    "{mine} --model hf --data pairs-judged.jsonl": "pairs-judged.jsonl:1: label 0",
     "{mine} --model hf --data pairs-one.jsonl": (
         "pairs-one.jsonl: found 1 pair, expected at least 2"
     ),

@@ -66,13 +66,9 @@ def merge_queries(rows: Iterable[formats.Row]) -> list[RankingQuery]:
     documents: dict[str, dict[str, bool]] = {}
     for location, row in rows:
         pair = build_pair(row, location)
-        label = formats.parse_number(row.get("label", 1), location)
-        if label not in (0, 1):
-            raise InputError(
-                f"{location}: label {label:g}: expected 1 for a relevant document, else 0"
-            )
+        is_relevant = read_relevance(row, location)
         relevance = documents.setdefault(pair.query, {})
-        relevance[pair.document] = relevance.get(pair.document, False) or label == 1
+        relevance[pair.document] = relevance.get(pair.document, False) or is_relevant
         for document in pair.negatives:
             relevance.setdefault(document, False)
     return [
@@ -83,6 +79,20 @@ def merge_queries(rows: Iterable[formats.Row]) -> list[RankingQuery]:
         )
         for query, relevance in documents.items()
     ]
+
+
+def read_relevance(row: Mapping[str, Any], location: str) -> bool:
+    """Return whether the document of a row is relevant: its `label`, by default 1.
+
+    Raises:
+        InputError: The label is neither 0 nor 1, as number, text or bool.
+    """
+    label = row.get("label", 1)
+    if label not in (0, 1, "0", "1", "0.0", "1.0"):
+        raise InputError(
+            f"{location}: label {repr(label)[:40]}: expected 1 for a relevant document, else 0"
+        )
+    return float(label) == 1
 
 
 def _get_text(row: Mapping[str, Any], keys: Sequence[str], location: str) -> str:
