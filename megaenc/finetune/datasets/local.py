@@ -115,8 +115,9 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
     `load_split` parses them again. A test file with hidden labels (-1) is left out with a message.
 
     Args:
-        flags: Options; only `task`, `validation_fraction` and `whole_corpus` are read.
-        pair_template: Template that joins pairs of texts, or TOKENIZER_PAIRS.
+        flags: Options; `train_on` and `demo_folder` are not read.
+        pair_template: Template that joins pairs of texts, or TOKENIZER_PAIRS; it may differ from
+            that of `flags`, which reranking refuses.
 
     Raises:
         InputError: A file is unreadable, or of unknown format, labels or task, or
@@ -147,9 +148,9 @@ def load_local(name: str, path: Path, flags: DatasetConfig, pair_template: str) 
         formats.print_whole_numbers(name, (row.get("label") for _, row in rows))
     # The study's template may be there for the other data of a grid; reranking is not the study's.
     ignored = (TOKENIZER_PAIRS, PAIR_TEMPLATE)
-    if family is TaskFamily.RERANKING and pair_template not in ignored:
+    if family is TaskFamily.RERANKING and flags.pair_template not in ignored:
         raise InputError(
-            f"--pair-template {pair_template!r}: found {name} of the task {family}, "
+            f"--pair-template {flags.pair_template!r}: found {name} of the task {family}, "
             f"expected {TOKENIZER_PAIRS}, as CrossEncoder joins pairs"
         )
     template = pair_template if family in SEQUENCE_FAMILIES else ""

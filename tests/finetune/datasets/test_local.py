@@ -192,6 +192,11 @@ def test_rows_of_a_query_are_its_candidates(tmp_path, form, rows):
     assert dataset.load_split("test") == QUERIES
 
 
+def test_candidates_named_like_a_set_of_pairs_need_no_template(tmp_path):
+    directory = write_splits(tmp_path / "set", "jsonl", RANKED)
+    assert find_dataset(f"qqp={directory}").load_split("test") == QUERIES
+
+
 def test_a_drawn_split_has_whole_queries(tmp_path):
     rows = [{"query": f"q{at // 2}", "document": f"{at}", "negatives": ["x"]} for at in range(80)]
     write_file(tmp_path / "mined.jsonl", rows)
