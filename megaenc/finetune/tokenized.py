@@ -271,7 +271,7 @@ class TextEncoder:
             raise InputError(
                 "pairs of texts: found --special-tokens none, "
                 "expected training with another mode, as their boundary needs a token, "
-                "or with a --pair-template with {text} and {text_pair}"
+                "or, except in reranking, with a --pair-template with {text} and {text_pair}"
             )
         if not self.has_room_for_pairs:
             raise InputError(

@@ -86,7 +86,8 @@ def test_refusals(tokenizer):
         text_encoder(tokenizer, 3).encode([("one", "two")])
     assert text_encoder(tokenizer, 4).encode([("one", "two")]).lengths.tolist() == [4]
     with pytest.raises(
-        InputError, match=r"pairs of texts: found --special-tokens none, .*--pair-template"
+        InputError,
+        match=r"pairs of texts: found --special-tokens none, .*except in reranking, with a --pair-",
     ):
         text_encoder(tokenizer, 20, add_eos=False).encode([("one", "two")])
 

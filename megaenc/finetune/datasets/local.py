@@ -413,7 +413,7 @@ def _read_ranking_queries(path: Path) -> list[RankingQuery]:
     if queries and not ranked:
         raise InputError(
             f"{path}: found no query with a relevant document and another one, "
-            "expected `negatives`, as `megaenc embed mine` adds them"
+            "expected `negatives`, as `megaenc embed mine` adds them, or rows with `label` 0"
         )
     if count:
         print_once(

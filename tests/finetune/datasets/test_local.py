@@ -181,6 +181,7 @@ QUERIES = [RankingQuery("q", ("a", "c"), ("b", "d")), RankingQuery("r", ("a",), 
         ("jsonl", [*RANKED, {"query": "s", "document": "a", "negatives": []}]),
         ("parquet", [{"anchor": q, "positive": d, "label": label} for q, d, label in JUDGED]),
         ("csv", [{"query": q, "document": d, "label": label} for q, d, label in JUDGED]),
+        ("jsonl", [{"query": q, "document": d, "label": label == 1} for q, d, label in JUDGED]),
     ],
 )
 def test_rows_of_a_query_are_its_candidates(tmp_path, form, rows):
@@ -211,6 +212,7 @@ def test_a_drawn_split_has_whole_queries(tmp_path):
     [
         ({"query": "q"}, {}, "test.jsonl:1: found `query`, expected one column of document"),
         ({"query": "q", "document": "a", "label": 3}, {}, "test.jsonl:1: label 3: expected 1"),
+        ({"query": "q", "document": "a", "label": ""}, {}, "label '': expected 1 for a relevant"),
         ({"query": "q", "document": "a"}, {}, "test.jsonl: found no query with a relevant"),
         (
             RANKED[0],
