@@ -160,10 +160,12 @@ def _find_columns(place: str, data: Any, task: str) -> tuple[TaskFamily, dict[st
     """Return the task family of the table `data`, and its columns by field.
 
     Raises:
-        InputError: No family fits.
+        InputError: No family fits, or `task` needs local files.
     """
     columns = data.column_names
     kind = TaskFamily.SC if task in SEQUENCE_FAMILIES else task
+    if kind not in ("", *_COLUMNS):
+        raise InputError(f"--task {task}: found {place} of the Hub, expected local files")
     for family, candidates in _COLUMNS.items():
         fields = next(
             (fields for fields in candidates if set(fields.values()) <= set(columns)), None

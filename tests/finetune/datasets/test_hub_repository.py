@@ -161,6 +161,8 @@ def test_questions(on_hub):
     )
     with pytest.raises(InputError, match=message):
         find_dataset("org/asked", task="SC")
+    with pytest.raises(InputError, match=r"--task reranking: .* of the Hub, expected local files"):
+        find_dataset("org/asked", task="reranking")
 
 
 def test_a_split_of_the_hub_without_a_column_is_one_line(on_hub, monkeypatch):
