@@ -56,8 +56,8 @@ class ParallelConfig:
     (`pipeline_model_parallel_layout`, "": evenly). `sequence_parallel` shards norms and residuals,
     `use_distributed_optimizer` the optimizer's state, `overlap_grad_reduce` and
     `overlap_param_gather` hide communication, and `recompute_granularity`, None for none, saves
-    memory by the rules of the other recompute_ flags. `check` and the other check_ methods raise
-    InputError; the constructor checks nothing.
+    memory by the rules of the other recompute_ flags (`recompute_modules` is a tuple). `check` and
+    the other check_ methods raise InputError; the constructor checks nothing.
     """
 
     tensor_model_parallel_size: PositiveInt = 1

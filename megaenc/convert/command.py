@@ -34,12 +34,12 @@ directions:
 class ToHFConfig:
     """Flags of `megaenc convert to-hf`, each a field; `architecture` is --as.
 
-    `load`, a run directory, and `output`, a new directory, must not stay empty, which only `main`
-    checks. `ckpt_step`, an int, is the step of the checkpoint, None for the newest; `all` exports
-    every checkpoint, and is refused together with `ckpt_step`. `architecture` is the family to
-    write, None to choose it. `dtype` ("run", "bf16" or "fp32"), `max_shard_size` (text such as
-    5GB), `sentence_transformers`, `encoder_only` and `license` are options of `Exporter`. `push`,
-    ORG/NAME, uploads to the Hub, unless it is empty.
+    `load`, a run directory, and `output`, a new directory, must not stay empty, which `main` and
+    `api.export` check. `ckpt_step`, an int, is the step of the checkpoint, None for the newest;
+    `all` exports every checkpoint, and is refused together with `ckpt_step`. `architecture` is the
+    family to write, None to choose it. `dtype` ("run", "bf16" or "fp32"), `max_shard_size` (text
+    such as 5GB), `sentence_transformers`, `encoder_only` and `license` are options of `Exporter`.
+    `push`, ORG/NAME, uploads to the Hub, unless it is empty.
     """
 
     load: str = ""
@@ -118,11 +118,12 @@ class FromHFConfig:
 class MergeConfig:
     """Flags of `megaenc convert merge`, each a field.
 
-    `load`, checkpoints such as runs/a@1000,1200, and `output`, a new run directory, must not stay
-    empty, which only `main` checks. `method` is "linear", "slerp" or "ties". `weights` has a number
-    per checkpoint for "linear", and for "slerp" only one, from 0 (the first checkpoint) to 1; () is
-    for equal weights. `base`, a checkpoint, and `density`, a fraction (required, although None by
-    default), are for "ties". `dtype` is that of the merged weights: "source", "bf16" or "fp32".
+    `load`, a tuple of checkpoints such as "runs/a@1000,1200", and `output`, a new run directory,
+    must not stay empty, which only `main` checks. `method` is "linear", "slerp" or "ties".
+    `weights` is a tuple of a number per checkpoint for "linear", and for "slerp" of only one, from
+    0 (the first checkpoint) to 1; () is for equal weights. `base`, a checkpoint, and `density`, a
+    fraction (required, although None by default), are for "ties". `dtype` is that of the merged
+    weights: "source", "bf16" or "fp32".
     """
 
     load: tuple[str, ...] = ()

@@ -56,7 +56,8 @@ class DoctorConfig:
     """Flags of `megaenc doctor`, each a field.
 
     `save` is a directory whose disk is tested, `json` a file to write all findings to, "" for none,
-    and `only` the subjects to check, () for all. `timeout` is in seconds, for each check.
+    and `only` a tuple of the subjects to check, () for all. `timeout` is in seconds, for each
+    check.
     """
 
     save: str = "."

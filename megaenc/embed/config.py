@@ -72,11 +72,11 @@ class ContrastiveConfig:
     Each field is a flag. `batch_size` pairs make a step; training ends after `epochs` or
     `max_steps` (0: no limit). `learning_rate` is the peak after `warmup`, a fraction of the steps;
     AdamW also has `weight_decay`, adam_ flags and `clip_grad` (0: none). The loss has
-    `temperature`, `symmetric`, hard `negatives` (0: none) and `matryoshka_dims`. `query_prefix`,
-    `document_prefix` (None: the model's own, "": none), `max_length` (0: the model's own),
-    `attention`, `pooling` and `special_tokens` ("": the model's own) are rules for embedding.
-    `precision` "" is bf16 if the device supports it, else fp32. `tokens_per_forward` limits memory;
-    `seed` and `threads` affect the numbers, too.
+    `temperature`, `symmetric`, hard `negatives` (0: none) and `matryoshka_dims`, a tuple of sizes.
+    `query_prefix`, `document_prefix` (None: the model's own, "": none), `max_length` (0: the
+    model's own), `attention`, `pooling` and `special_tokens` ("": the model's own) are rules for
+    embedding. `precision` "" is bf16 if the device supports it, else fp32. `tokens_per_forward`
+    limits memory; `seed` and `threads` affect the numbers, too.
     """
 
     batch_size: Annotated[int, Bounds(low=2)] = 256

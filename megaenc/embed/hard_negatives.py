@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 class MineConfig:
     """Options of `megaenc embed mine`: model, pairs, corpus, selection and output.
 
-    Each field is a flag, read by `flags.parse_with_config`. `model`, `data` and `output` must not
-    stay empty, which only `flags.check_given` checks. `config` is a YAML file of flags, `corpus`
-    has further documents to search, `embedding` the flags of EmbeddingFlags, and `overwrite`
-    permits replacing `output`. A pair gets up to `negatives` documents of ranks `skip` + 1 to
-    `depth`, of at most the fraction `margin` of the right document's cosine.
+    Each field is a flag, read by `flags.parse_with_config`. `model`, `data`, a tuple of files or
+    data sets of pairs, and `output`, a .jsonl file, must not stay empty, which only
+    `flags.check_given` checks. `config` is a YAML file of flags, `corpus` a tuple of further data
+    to search, `embedding` has the flags of EmbeddingFlags, and `overwrite` permits replacing
+    `output`. A pair gets up to `negatives` documents of ranks `skip` + 1 to `depth`, of at most the
+    fraction `margin` of the right document's cosine.
     """
 
     config: str = ""

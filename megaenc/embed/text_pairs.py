@@ -38,10 +38,10 @@ _ABBREVIATION = re.compile(r"\W*(?:[A-Z]|[A-Za-z]\.[A-Za-z.]*|Mr|Mrs|Ms|Dr|St|Pr
 class TextPairsConfig(InputConfig):
     """Options of `megaenc embed pairs`: input, output, method, and size of the pairs.
 
-    Each field is a flag, also those of InputConfig; `input`, `output` and `method` ("adjacent"
-    paragraphs or "spans") must be given. `overwrite` permits replacing `output`. `count` pairs are
-    written, 0 for all, of texts of `min_words` to `max_words` words; `seed` draws them. `json_key`
-    is the key or column of the text.
+    Each field is a flag, also those of InputConfig; `input`, `output`, a .jsonl file, and `method`
+    ("adjacent" paragraphs or "spans") must be given. `overwrite` permits replacing `output`.
+    `count` pairs are written, 0 for all, of texts of `min_words` to `max_words` words; `seed` draws
+    them. `json_key` is the key or column of the text.
     """
 
     output: str

@@ -33,10 +33,11 @@ from megaenc.processes import exit_on_sigterm
 class EmbedTrainConfig:
     """Options of `megaenc embed train`: model, pairs, output, training and saving.
 
-    Each field is a flag, read by `flags.parse_with_config`. `model`, `data` and `output` must not
-    stay empty, which only `flags.check_given` checks. `config` is a YAML file of flags, and
-    `contrastive` has the flags of ContrastiveConfig. States are saved every `save_interval` steps,
-    and a row logged every `log_interval`.
+    Each field is a flag, read by `flags.parse_with_config`. `model`, `data`, a tuple of files or
+    data sets of pairs, and `output` must not stay empty, which the constructor does not check.
+    `output` is a new directory; an unfinished training is resumed from OUTPUT.state. `config` is a
+    YAML file of flags, and `contrastive` has the flags of ContrastiveConfig. States are saved every
+    `save_interval` steps, and a row logged every `log_interval`.
     """
 
     config: str = ""

@@ -65,8 +65,9 @@ class EstimateConfig:
     Each field is a flag, and so are those of `pretrain`, a PretrainConfig, of which `output.gpu`
     (--gpu) is the type of the `gpus` devices. None as `mfu` (model FLOPs utilization, a fraction),
     `devices_per_node` or `memory_gib` stands for the type's own; `price_per_hour` is that of a
-    device in any currency, None to print no cost. `document_tokens` are lengths of documents, ()
-    for those of the data. `suggest` searches for a layout; `output` is a JSON file, "" for none.
+    device in any currency, None to print no cost. `document_tokens` is a tuple of lengths of
+    documents, () for those of the data. `suggest` searches for a layout; `output` is a JSON file,
+    "" for none.
     """
 
     gpus: PositiveInt = 1

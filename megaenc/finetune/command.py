@@ -47,8 +47,8 @@ class FinetuneRunConfig:
     """Options of `megaenc finetune run`: model, data set, hyperparameters, output.
 
     Each field, and each of `data` (DatasetConfig) and `protocol` (FinetuneConfig), is a flag, read
-    by `flags.parse_with_config`. `model` and `dataset` must not stay empty, which only
-    `flags.check_given` checks. `config` is a YAML file of flags, `learning_rate` the peak, `seed`
+    by `flags.parse_with_config`. `model` and `dataset` must not stay empty, which the constructor
+    does not check. `config` is a YAML file of flags, `learning_rate` the peak, `seed`
     that of order, head and dropout. `output` is the directory of results, `save_model` one for the
     model, "" to keep none, and `retry_failed` repeats a run that failed.
     """

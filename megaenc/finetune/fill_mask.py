@@ -26,10 +26,10 @@ _GUESSED_SENTENCES = 200  # from which the surest are printed
 class FillMaskConfig:
     """Options of `megaenc fill-mask`: model, text, mask ratio, amounts to evaluate.
 
-    Each field is a flag; `model`, a directory, and `input`, files, have no default. `json_key`,
-    `encoding` and `delimiter` (None: a comma or a tab) are as for `megaenc preprocess`. The
-    fraction `mask` of the first `tokens` tokens is predicted, in windows of at most `seq_length`, 0
-    for the model's most; `sentences` examples are printed.
+    Each field is a flag; `model`, a directory of a masked language model, and `input`, a tuple of
+    files, have no default. `json_key`, `encoding` and `delimiter` (None: a comma or a tab) are as
+    for `megaenc preprocess`. The fraction `mask` of the first `tokens` tokens is predicted, in
+    windows of at most `seq_length`, 0 for the model's most; `sentences` examples are printed.
     """
 
     model: str

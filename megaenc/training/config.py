@@ -60,14 +60,14 @@ def has_bf16() -> bool:
 class PretrainConfig:
     """Flags of a pretraining run, which are also keys of --config.
 
-    The schedule (`objective_schedule`, or `phases`), the length (`train_iters` or `train_tokens`),
-    `micro_batch_size`, `global_batch_size` and `rampup_batch_size` in packs, `seed`, `bf16` and the
-    preset `model` are here; `shape`, `data`, `learning_rate`, `optimizer`, `start`, `layout`,
-    `kernels`, `health`, `output` and `monitoring` are groups, whose fields are flags and keys
-    without a prefix. All fields are read-only and have defaults; that of `bf16` is `has_bf16()`,
-    with its errors. The constructor checks nothing; `parse_config` makes one of a command line,
-    and `check` tests whether the values fit each other. An instance may also be one phase of a run
-    (`phase_configs`).
+    The schedule (`objective_schedule`, or `phases`, a tuple of YAML mappings as text), the length
+    (`train_iters` or `train_tokens`), `micro_batch_size`, `global_batch_size` and
+    `rampup_batch_size` (start, increment, samples) in packs, `seed`, `bf16` and the preset `model`
+    are here; `shape`, `data`, `learning_rate`, `optimizer`, `start`, `layout`, `kernels`, `health`,
+    `output` and `monitoring` are groups, whose fields are flags and keys without a prefix. All
+    fields are read-only and have defaults; that of `bf16` is `has_bf16()`, with its errors. The
+    constructor checks nothing; `parse_config` makes one of a command line, and `check` tests
+    whether the values fit each other. An instance may also be one phase of a run (`phase_configs`).
     """
 
     config: str = setting("", NOT_IN_IDENTITY)

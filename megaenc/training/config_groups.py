@@ -29,13 +29,14 @@ from megaenc.flags import (
 class DataConfig:
     """Flags of the training data: corpora, tokenizer, split, packs, order, skips.
 
-    `PretrainConfig.data` is one; all fields have defaults. `data_path` names corpora and their
-    weights, which `blend_temperature` (exponent of corpus sizes in a group) and `blend_max_epochs`
-    (passes after which a corpus leaves) adjust; `seq_length` is the number of tokens of a pack, and
-    `packing` says how documents are cut into packs. Only these five may differ between phases.
-    `tokenizer` is a directory or name, `split` a text such as "99,1,0", the shares of training,
-    validation and test documents; `data_order` says how documents are shuffled, `skip_packs` which
-    packs are left out, by position in the data order, such as ("1200-1215", "1300").
+    `PretrainConfig.data` is one; all fields have defaults. `data_path` is a tuple of corpora,
+    perhaps each after its weight, such as ("0.3", "a", "0.7", "b"), which `blend_temperature`
+    (exponent of corpus sizes in a group) and `blend_max_epochs` (passes after which a corpus
+    leaves) adjust; `seq_length` is the number of tokens of a pack, and `packing` says how documents
+    are cut into packs. Only these five may differ between phases. `tokenizer` is a directory or
+    name, `split` a text such as "99,1,0", the shares of training, validation and test documents;
+    `data_order` says how documents are shuffled, `skip_packs` which packs are left out, by position
+    in the data order, such as ("1200-1215", "1300").
     """
 
     data_path: tuple[str, ...] = setting((), NOT_IN_IDENTITY, BY_PHASE)
@@ -79,9 +80,9 @@ class OptimizerConfig:
     or muon; `muon_momentum` and `muon_num_ns_steps` are only for the last, `adam_beta1`,
     `adam_beta2` and `adam_eps` for all. `weight_decay` is multiplied by the learning rate;
     `no_weight_decay_norm_bias` leaves norms and biases out of it. `clip_grad` is the largest
-    gradient norm, 0 for no clipping; `freeze` names parts of the model that are not trained:
-    embedding, head, or layers such as layers.0-3. Only `weight_decay` and `freeze` may differ
-    between phases.
+    gradient norm, 0 for no clipping; `freeze`, a tuple, names parts of the model that are not
+    trained: embedding, head, or layers such as layers.0-3. Only `weight_decay` and `freeze` may
+    differ between phases.
     """
 
     optimizer: Literal["adamw", "stable_adamw", "muon"] = "adamw"
@@ -219,14 +220,15 @@ class OutputConfig:
     """Flags of run directory, checkpoints, early exit, validation, logs and dry run.
 
     `PretrainConfig.output` is one; all fields have defaults. `save` is the run directory; if it is
-    empty, nothing is written. `save_interval` (steps), `save_steps` and `save_phase_ends` decide
-    when checkpoints are written, `async_save` whether training continues meanwhile, `keep_last` and
-    `keep_every` which ones are kept. `exit_interval` (steps) and `exit_duration_in_mins` save and
-    exit early; `distributed_timeout_minutes` limits the time without progress. Validations happen
-    every `eval_interval` steps (0: never; None: ten in a run), of `eval_iters` global batches, on
-    `valid_data_path` (NAME=PREFIX) or held-out text, under `valid_objective` and
-    pseudo-perplexities of `eval_pseudo_perplexity_passes`. Metrics have a row every `log_interval`
-    steps. `dry_run` only prints the plan, also for the device type `gpu`.
+    empty, nothing is written. `save_interval` (steps), `save_steps` (a tuple) and `save_phase_ends`
+    decide when checkpoints are written, `async_save` whether training continues meanwhile,
+    `keep_last` and `keep_every` which ones are kept. `exit_interval` (steps) and
+    `exit_duration_in_mins` save and exit early; `distributed_timeout_minutes` limits the time
+    without progress. Validations happen every `eval_interval` steps (0: never; None: ten in a run),
+    of `eval_iters` global batches, on `valid_data_path` (a tuple of NAME=PREFIX) or held-out text,
+    under `valid_objective` (a tuple) and pseudo-perplexities of `eval_pseudo_perplexity_passes`.
+    Metrics have a row every `log_interval` steps. `dry_run` only prints the plan, also for the
+    device type `gpu`.
     """
 
     save: str = ""
@@ -293,7 +295,7 @@ class MonitoringConfig:
     `wandb_entity` (user or team) are names at Weights & Biases, `wandb_save_dir` is its local
     directory. `log_straggler` compares the compute time of the ranks every `straggler_interval`
     steps. `profile` traces the steps `profile_step_start` to `profile_step_end`, both included, on
-    `profile_ranks`. `callbacks` are YAML mappings of name and options.
+    `profile_ranks`, a tuple. `callbacks` is a tuple of YAML mappings, as text, of name and options.
     """
 
     tensorboard_dir: str = ""

@@ -58,11 +58,11 @@ JsonKey = Annotated[str, tyro.conf.arg(aliases=("--json-keys",))]
 class InputConfig:
     """Flags for text input, the same in all commands that read text; each is a field.
 
-    `input`, the only flag without a default, has files, directories, or names of data sets on the
-    Hub. The constructor checks nothing, `resolve_inputs` does. `sample_by` is the unit of text
-    files: "document" (the default), "paragraph" or "line". `dataset_config` (None: the default one)
-    and `dataset_split` (train) are for data sets, `encoding` (UTF-8) for JSONL, CSV, TSV and text
-    files, and `delimiter` for CSV and TSV (None: a comma or a tab).
+    `input`, the only flag without a default, is a tuple of files, directories, or names of data
+    sets on the Hub. The constructor checks nothing, `resolve_inputs` does. `sample_by` is the unit
+    of text files: "document" (the default), "paragraph" or "line". `dataset_config` (None: the
+    default one) and `dataset_split` (train) are for data sets, `encoding` (UTF-8) for JSONL, CSV,
+    TSV and text files, and `delimiter` for CSV and TSV (None: a comma or a tab).
     """
 
     input: tuple[str, ...]

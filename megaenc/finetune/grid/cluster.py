@@ -20,8 +20,8 @@ class ClusterConfig:
     Each field is a flag. `slurm` submits the work instead of running it here. A job has
     `slurm_gpus` GPUs and `slurm_cpus` cores on each node of `slurm_partition` ("": the default one)
     for `slurm_minutes` minutes; `slurm_parallel` tasks of an array run at a time, and `slurm_extra`
-    has options of sbatch as key=value. `slurm_cluster` is submitit's executor, "slurm" except in
-    tests.
+    is a tuple of options of sbatch as key=value. `slurm_cluster` is submitit's executor, "slurm"
+    except in tests.
     """
 
     slurm: bool = False

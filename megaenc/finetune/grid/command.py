@@ -44,10 +44,11 @@ class GridConfig:
     """Options of `megaenc finetune grid`: models, data sets, rates, seeds, execution.
 
     Each field, and each of the nested `data`, `local` (LocalExecution), `slurm` and `protocol`
-    (FinetuneConfig), is a flag, read by `flags.parse_with_config`. `model` and `datasets` must not
-    stay empty, which only `plan_grid` checks. `config` is a YAML file of flags. There is a run for
-    each of `learning_rates` and of `seeds`, a number: 5 stands for 0 to 4. `output` is the
-    directory of results, and `keep` tells which models are written there: "none", "best" or "all".
+    (FinetuneConfig), is a flag, read by `flags.parse_with_config`. `model`, directories,
+    `datasets`, names or paths, and `learning_rates` are tuples that must not stay empty, which only
+    `plan_grid` checks. `config` is a YAML file of flags. There is a run for each of the rates and
+    of `seeds`, a number: 5 stands for 0 to 4. `output` is the directory of results, whose finished
+    runs are not repeated, and `keep` tells which models are written there: "none", "best" or "all".
     """
 
     config: str = ""

@@ -32,8 +32,8 @@ class GridSummaryConfig:
     """Options of `megaenc finetune summary`: results, metrics, intervals and output.
 
     Each field is a flag, except `results`, the command's argument, a directory. `metrics` are
-    "paper", "standard" or "both", `interval` is "normal" or "t", and `output` a file for all
-    numbers, "" for none.
+    "paper", "standard" or "both", `interval` is "normal" or "t", and `output` a .json, .csv or .md
+    file for all numbers, which is replaced if it exists, "" for none.
     """
 
     results: Annotated[str, Positional, arg(metavar="RESULTS")]

@@ -37,7 +37,8 @@ class CheckConfig:
     """Flags of `megaenc objective check`, each a field.
 
     `objective`, the positional argument, is a name, perhaps with options as in a schedule, or
-    MODULE:CLASS with its `options` such as share=0.5. `train` also trains a tiny model.
+    MODULE:CLASS with its `options`, a tuple of texts such as share=0.5. `train` also trains a tiny
+    model.
     """
 
     objective: Annotated[str, Positional, arg(metavar="OBJECTIVE")]

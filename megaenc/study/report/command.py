@@ -76,8 +76,8 @@ class ReportConfig:
     Each field is a flag, but `manifest` is positional. Paths are text, by default empty, but
     `output` is "report" by default. `results` is required unless `published` is set, which allows
     no `manifest`, `results` or `runs`; `build_report` checks this. `interval` is "normal" or "t",
-    `run_noise` has FAMILY=POINTS, () to estimate them, and `about` has facts for the page as
-    NAME=TEXT.
+    `run_noise` a tuple of FAMILY=POINTS, () to estimate them, and `about` one of facts for the page
+    as NAME=TEXT.
     """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""

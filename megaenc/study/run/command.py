@@ -59,11 +59,11 @@ class StudyRunConfig:
     """Flags of `megaenc study run`, as `main` parses them.
 
     `manifest`, the positional argument, is a YAML file, `output` the study directory, which is
-    required, `data` the start of relative data paths ("" is the manifest's directory). `data_path`
-    and `tokenizer` name a corpus if the manifest builds none. `jobs` is the number of parallel
-    stages (0: one per GPU or core), `processes` that of processes per pretraining run (0: the
-    manifest's). `only` limits the stages (`select_stages`), `dry_run` only lists them, `slurm`
-    (ClusterConfig) submits them to a cluster.
+    required, `data` the start of relative data paths ("" is the manifest's directory). `data_path`,
+    a tuple, and `tokenizer` name a corpus if the manifest builds none. `jobs` is the number of
+    parallel stages (0: one per GPU or core), `processes` that of processes per pretraining run (0:
+    the manifest's). `only`, a tuple of names, limits the stages (`select_stages`; () runs all),
+    `dry_run` only lists them, `slurm` (ClusterConfig) submits them to a cluster.
     """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]

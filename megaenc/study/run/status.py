@@ -41,8 +41,8 @@ class StatusConfig:
     """Flags of `megaenc study status`, each a field; only `manifest` is positional.
 
     `manifest` is the YAML file, `output` the study directory, which is required, and `data` the
-    directory of relative data paths, "" for that of the manifest. `only` limits the stages
-    (`select_stages`); () shows all.
+    directory of relative data paths, "" for that of the manifest. `only`, a tuple of
+    names, limits the stages (`select_stages`); () shows all.
     """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
