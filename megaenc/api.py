@@ -219,7 +219,8 @@ def train_embedder(settings: EmbedTrainConfig | None = None, **fields: Any) -> T
     Args:
         settings: Values of fields that are not given; None: the defaults.
         fields: Flags of the command by name; `model`, a directory, `data`, files or directories of
-            pairs, and `output`, a new directory, must be given.
+            pairs, and `output`, a new directory, must be given. The same call again resumes from
+            OUTPUT.state, or returns the result of a finished training.
 
     Raises:
         InputError: A field, the model or the data is wrong; the message is one line.

@@ -32,8 +32,8 @@ def check_json(kind: TypeAdapter[T], values: Any, place: str | Path, advice: str
     """Return a copy of `values` as validated by pydantic to be of `kind`.
 
     Args:
-        kind: TypeAdapter of a type, such as a TypedDict with JSON_OBJECT as configuration: it keeps
-            further fields, and converts nothing but an int for a float.
+        kind: TypeAdapter of a type, whose configuration decides on conversions: a TypedDict with
+            JSON_OBJECT keeps further fields, and converts nothing but an int for a float.
         values: Value of a JSON text.
         place: File or other place, the beginning of errors.
         advice: End of errors: the next step of the user.

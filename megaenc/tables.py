@@ -40,8 +40,8 @@ def inline_code(value: object, *, cell: bool = False) -> str:
 def format_facts(facts: Mapping[str, object]) -> str:
     """Return a Markdown table of names and their values, one row each.
 
-    It has two columns without heading: the names as they are, and the values as inline code. There
-    is no line feed at the end.
+    It has two columns without heading: the names as they are, and the values as `inline_code` in
+    one line, `|` escaped and backticks as apostrophes. There is no line feed at the end.
     """
     return "\n".join(
         [

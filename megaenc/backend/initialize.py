@@ -116,7 +116,7 @@ def init_process_group(backend: Backend, timeout: timedelta = timedelta(minutes=
         timeout: Timeout of joining and of each collective.
 
     Raises:
-        InputError: This process is in a group of others already.
+        InputError: This process has a process group already, even one of only itself.
         RuntimeError: Not all processes join.
     """
     if dist.is_initialized():

@@ -126,7 +126,7 @@ class DemoPaths:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Flag of `megaenc demo`: `output`, the directory for the demo corpus."""
+    """Flag of `megaenc demo`: `output`, the corpus's directory, by default demo."""
 
     output: str = "demo"
     """Directory for corpus.jsonl and heldout.jsonl. An existing demo corpus is kept; other files of
@@ -505,7 +505,9 @@ def is_english_prose(text: str) -> bool:
 def similarity_key(paragraph: str) -> str:
     """Return a key that is equal for near-duplicate paragraphs.
 
-    It has the words in lower case without punctuation, and `_` for numbers and identifiers.
+    It has the words in lower case, without punctuation around them, and `_` for each word that has
+    other characters than letters or a capital after the first: numbers, identifiers, acronyms,
+    hyphens, apostrophes, and punctuation on its own.
     """
     words = (word.strip(".,;:!?()\"'[]") for word in paragraph.split())
     return " ".join(

@@ -40,10 +40,12 @@ _Table = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], list[tupl
 class EmbedEvalConfig:
     """Options of `megaenc embed eval`: models, data, embedding, baseline and output.
 
-    Each field is a flag; `data` or `tasks` must be given, and `model` unless `bm25` is True (rank
-    by BM25 too, the default) and has data to rank, which only `eval_main` checks. `config` is a
-    YAML file of flags, `embedding` has the flags of EmbeddingFlags, `output` is a file for all
-    numbers, "" for none, and `overwrite` permits replacing it.
+    Each field is a flag. `model`, `data` and `tasks` are tuples of texts: models and directories
+    (of BEIR, similarity or classification), also as NAME=DIRECTORY, and names of mteb's tasks.
+    `data` or `tasks` must be given, and `model` unless `bm25` is True (rank by BM25 too, the
+    default) and has BEIR data to rank, which only `run_evaluation` checks. `config` is a YAML file
+    of flags, `embedding` has the flags of EmbeddingFlags, `output` is a .json, .csv or .md file for
+    all numbers, "" for none, and `overwrite` permits replacing it.
     """
 
     config: str = ""
@@ -92,13 +94,15 @@ def eval_main(argv: Sequence[str] | None = None) -> None:
 def run_evaluation(settings: EmbedEvalConfig) -> list[EvaluationRow]:
     """Evaluate chance, BM25 and all models on all data sets.
 
-    The results are written to --output, if it is given.
+    Only BEIR directories have rows of BM25, unless `settings.bm25` is False, and some tasks of mteb
+    have none of chance. The results are written to `settings.output` too, if it is given.
 
     Returns:
         Rows by data set; in each, chance is first, then BM25, then the models.
 
     Raises:
-        InputError: Settings, a model or a data set are unusable, or the file exists.
+        InputError: Settings, a model or a data set are unusable, or the file exists and
+            `settings.overwrite` is False.
     """
     output = Path(settings.output)
     if not settings.data and not settings.tasks:

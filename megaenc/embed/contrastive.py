@@ -94,7 +94,12 @@ class ContrastiveData:
         return cls(texts, rows, lengths, np.array(queries), np.array(documents), used, by_query)
 
     def build_batch(self, pairs: np.ndarray) -> "ContrastiveBatch":
-        """Return the batch of the pairs with the indices `pairs`, int64[batch]."""
+        """Return the batch of the pairs with the indices `pairs`, int64[batch].
+
+        It has their distinct texts, sorted by index, and the places of queries and candidates (all
+        documents, then all hard negatives) in them. Scores of other candidates that answer the
+        query are masked.
+        """
         candidates = [
             *self.documents[pairs].tolist(),
             *(text for pair in pairs for text in self.negatives[pair]),

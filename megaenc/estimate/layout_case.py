@@ -201,5 +201,8 @@ class LayoutCase:
         return PipelineStage(index, layers, parameters, is_first, is_last)
 
     def build_stages(self) -> list[PipelineStage]:
-        """Return all pipeline stages in forward order."""
+        """Return the `num_stages` pipeline stages in forward order.
+
+        Each has the layers of its virtual stages.
+        """
         return [self.build_stage(index) for index in range(self.num_stages)]

@@ -49,7 +49,10 @@ class Workload:
 
     @property
     def works(self) -> list[ObjectiveWork]:
-        """Return each objective of the run once, in descending order of its steps."""
+        """Return each objective of the run once, in descending order of its steps.
+
+        An ObjectiveWork is the mean work of one pack, without the number of steps.
+        """
         steps: Counter[ObjectiveWork] = Counter()
         for phase in self.phases:
             for work, count in phase.parts:

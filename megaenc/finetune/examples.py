@@ -97,8 +97,8 @@ class Answer:
 class Question:
     """Example of question answering: `question`, `context` and accepted `answers`.
 
-    `id` is a text. Training uses only the first answer; evaluation accepts any. An unanswerable
-    question has none.
+    `id` is a text, `answers` a tuple of Answer. Training uses only the first answer; evaluation
+    accepts any. An unanswerable question has none.
     """
 
     id: str

@@ -178,9 +178,10 @@ class ModelKeeper:
     """Writer of a task's fine-tuned model that verifies the model in transformers.
 
     It is for a `job` whose `keeps_model` is True, and its `task`. Call `check_tokenizer` before
-    training, and `keep`, which also writes the run's results, after the evaluation. A written
-    directory has weights, config, tokenizer, finetuning.json and README.md. `encoder` tokenizes as
-    in training.
+    training, and `keep` after the evaluation: it writes the model to `job.save_model`, if given,
+    and into the run's results, which it writes too; with `job.keep` "best" into them only if its
+    validation score is the best so far, in place of other runs' models. A written directory has
+    weights, config, tokenizer, finetuning.json and README.md. `encoder` tokenizes as in training.
     """
 
     job: FinetuneJob

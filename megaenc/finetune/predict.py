@@ -38,9 +38,10 @@ _TOKENS_PER_FORWARD = 4096
 class PredictConfig:
     """Options of `megaenc finetune predict`: trained model, input and output file.
 
-    Each field is a flag; `model` and `input` must not stay empty, which only `predict_main` checks.
-    An empty `output` is standard output, `overwrite` permits replacing a file, and `all_scores`,
-    for SC and MULTI_LABEL, adds the probability of every label.
+    Each field is a flag; `model` and `input` must not stay empty. `input` is a JSONL, CSV, TSV,
+    Parquet, CoNLL or SQuAD file. `output` is a JSONL file, "" for standard output, and `overwrite`
+    permits replacing it. `all_scores` adds the probability of every label, and is refused unless
+    the model is of SC or MULTI_LABEL. Only `predict_main` checks all this.
     """
 
     model: str = ""

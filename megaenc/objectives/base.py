@@ -48,11 +48,11 @@ class SoftLabels(NamedTuple):
 class Targets(NamedTuple):
     """Inputs of the model for one pack, and the predictions that are scored.
 
-    For a pack of T tokens in D documents with N predictions, N = 0 included: inputs: int64[T],
-    token ids that the model reads; predict_at: int64[N], increasing positions whose output is
-    scored; labels: int64[N], token ids to predict, or classes; prefixes: int64[D], only under
-    Attention.PREFIX, number of tokens at the start of each document that see each other, from 0 to
-    its length; soft_labels: their cross-entropies are the loss, and `labels` count for accuracy.
+    For a pack of T tokens in D documents with N >= 0 predictions: inputs: int64[T], token ids that
+    the model reads; predict_at: int64[N], increasing positions whose output is scored; labels:
+    int64[N], token ids to predict, or classes; prefixes: int64[D], only under Attention.PREFIX,
+    number of tokens at the start of each document that see each other, from 0 to its length;
+    soft_labels: SoftLabels, whose cross-entropies then are the loss (`labels` count for accuracy).
 
     The loss of a step is the sum of all cross-entropies times `weights` (float32[N], 0 or more;
     None: 1 each), divided by the sum of the packs' `count`, an int (None: N), which must be above 0

@@ -21,16 +21,15 @@ from megaenc.objectives.masking import check_mask_token, text_token_mask
 class PseudoPerplexity(Objective):
     """Objective of validation only: each token is hidden and predicted once.
 
-    Tokens are spread over `passes` forward passes, its `parts`; special ones are left out. Their
-    summed loss over their number of predictions is the pseudo-log-likelihood loss of Salazar et al.
-    2020 (arXiv 1910.14659) with several tokens hidden at once, and `compute_perplexity` of it the
-    pseudo-perplexity. The tokens of a document, or of a cut piece, are spread evenly over the
-    passes, in random order. With as many passes as the longest document has tokens, one is hidden
-    at a time, as in the paper.
+    Tokens are spread over `passes` forward passes, its `parts`, with bidirectional attention;
+    special ones are left out. Their summed loss over their number of predictions is the
+    pseudo-log-likelihood loss of Salazar et al. 2020 (arXiv 1910.14659) with several tokens hidden
+    at once, and `compute_perplexity` of it the pseudo-perplexity. The tokens of a document, or of a
+    cut piece, are spread evenly in random order; with a pass for each, one is hidden at a time.
 
     `passes`, 1 or more, must be given; `part` is the pass, from 0, that `targets` makes. `ahead`,
     by default 0, is the `shift` of the model's training objective. The first `ahead` tokens of a
-    document are neither hidden nor predicted.
+    document are neither hidden nor predicted. A vocabulary without mask token is an InputError.
     """
 
     name = "pseudo_perplexity"
@@ -80,7 +79,8 @@ class PseudoPerplexity(Objective):
         """Return the Targets of one pack in pass `part`.
 
         The tokens of this pass are hidden, and predicted from `shift` positions earlier. They are
-        drawn from `randomness`, which must be equal in all passes.
+        drawn from `randomness`, which must be equal in all passes. Special tokens, and the first
+        `shift` tokens of each document or cut piece, are in no pass.
         """
         is_text = text_token_mask(self.vocabulary)[pack.tokens]
         is_hidden = (

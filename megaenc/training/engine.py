@@ -349,8 +349,8 @@ class Engine:
     def micro_batch_specs(self, step: int) -> list[MicroBatchSpec]:
         """Return the specs of this rank's micro-batches of `step`, in order.
 
-        A sum of objectives has all micro-batches under the first, then all under the next. Nothing
-        is read or communicated.
+        Steps count from 1. A sum of objectives has all micro-batches under the first, then all
+        under the next. Nothing is read or communicated.
         """
         rows = self.micro_batch_samples(step)
         packs = self.plan.data_at(step).train
@@ -364,8 +364,8 @@ class Engine:
     def relative_load(self, step: int) -> float:
         """Return this rank's tokens of `step`, divided by the mean of data-parallel ranks.
 
-        It is 1 for equal loads. Nothing is communicated. Tokens that only fill micro-batches count
-        for this rank, not in the mean.
+        Steps count from 1. The result is 1 for equal loads. Nothing is communicated. Tokens that
+        only fill micro-batches count for this rank, not in the mean.
         """
         specs = self.micro_batch_specs(step)
         mean_packs = (
@@ -422,9 +422,9 @@ class Engine:
     def micro_batch_samples(self, step: int) -> list[Sequence[int]]:
         """Return the sample indices of each micro-batch of this rank in `step`.
 
-        They are indices of packs in the data order, without skipped ones. Data-parallel ranks
-        divide the batch; those of a replica have the same. A micro-batch may be empty. Under a sum
-        of objectives each is listed once.
+        Steps count from 1. Sample indices are those of packs in the data order, without skipped
+        ones. Data-parallel ranks divide the batch; those of a replica have the same. A micro-batch
+        may be empty. Under a sum of objectives each is listed once.
         """
         sizes = {"global_batch_size": self.plan.batch_size(step)}
         sizes["micro_batch_size"] = self.plan.settings.phase_at(step).settings.packs_at_once

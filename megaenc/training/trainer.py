@@ -49,7 +49,8 @@ class RunContext:
 
     `train_plan` builds it on each rank from its `backend`, a `watchdog` and `signals` whose
     contexts are entered, and two parts of --save, which are None without that flag: `checkpoints`,
-    on all ranks, and `run_dir`, None also on ranks other than 0.
+    on all ranks, and `run_dir`, None also on ranks other than 0. `callbacks`, by default (), are
+    functions from the Trainer to a Callback, which runs after those of --callbacks.
     """
 
     backend: Backend

@@ -21,13 +21,13 @@ class BlendedDataset:
     """Packs of several corpora, mixed evenly by weight.
 
     `BlendedDataset(datasets, weights)` takes the endless packs of each corpus and its weight, a
-    positive Fraction in any unit; each corpus ends after its number of packs in `limits`, if given.
-    `dataset[s]` is the Pack of the 0-based sample s of the run, from one corpus; IndexError if s is
-    below `first_sample`, InputError after the end of all corpora. The order of corpora depends only
-    on weights and limits. It repeats after at most PERIOD (65,536) samples if every corpus has one
-    there, `is_tempered` is False and no corpus ends. Within a corpus, packs keep the order that
-    they have without the others. `sources` are the words of --data-path of the corpora, and
-    `datasets` their packs.
+    positive Fraction in any unit. Each corpus ends after its number of packs in `limits`, if given;
+    the others then take its place in proportion. `dataset[s]` is the Pack of the 0-based sample s
+    of the run, from one corpus; IndexError if s is below `first_sample`, InputError after the end
+    of all corpora. Within a corpus, packs keep the order that they have without the others. The
+    order of corpora depends only on these arguments. It repeats after at most PERIOD (65,536)
+    samples if every corpus has one there, without `limits`, and unless `is_tempered` (weights are
+    powers of sizes, which a period would round). `sources` are the corpora's words of --data-path.
     """
 
     def __init__(

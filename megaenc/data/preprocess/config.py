@@ -115,7 +115,10 @@ class PreprocessConfig(resolve.InputConfig):
         return Path(f"{self.output_prefix}_parts")
 
     def deduplication(self) -> Deduplication | None:
-        """Return the method and parameters of --deduplicate; None without it."""
+        """Return the method of --deduplicate with its parameters; None without it.
+
+        The parameters are those of the --minhash flags, as they are.
+        """
         if self.deduplicate is None:
             return None
         return Deduplication(

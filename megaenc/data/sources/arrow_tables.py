@@ -107,6 +107,9 @@ class ParquetFile(TextSource):
 
         `before`, the bytes on disk of earlier sources, is added to the positions of blocks. No
         whole row group is ever held in memory.
+
+        Raises:
+            InputError: From the iterator; a row cannot be read.
         """
         rows = max(self._starts[-1], 1)
         return _group_into_blocks(

@@ -118,9 +118,9 @@ class DelimitedFile(TextSource):
     def read_blocks(self, start: int, stop: int, before: int) -> Iterator[RowBlock]:
         """Yield all rows as RowBlocks of about 4 MiB; none if `start` is `stop`.
 
-        The header is no row. `before`, the bytes on disk of earlier sources, is added to the
-        positions of blocks. Parsing a row with another number of cells than the header gives an
-        error.
+        `start` and `stop` are 0 and 1 for the whole file. The header is no row. `before`, the bytes
+        on disk of earlier sources, is added to the positions of blocks. A row with another number
+        of cells than the header is an error only of the block's `parse`.
 
         Raises:
             InputError: The end of a row cannot be found because of a wrong quote.

@@ -342,7 +342,7 @@ def read_line_blocks(
     Args:
         start: Beginning of a line; 0, without `stop`, for compressed files and those in another
             `encoding`, which are read as a whole.
-        stop: End in bytes, a line start or the length of the file; None: that length.
+        stop: End in bytes, a line start (except for `paragraph`) or the file's length (None: that).
         before: Bytes on disk of earlier sources, which are added to positions.
         sample_by: `line` or `paragraph` for text, None for JSONL; with `paragraph`, blocks hold
             whole paragraphs.

@@ -83,7 +83,8 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `megaenc tokenizer`: train a tokenizer on the input and write its directory.
 
-    `argv` are the flags; None: those of this process. Wrong input exits with 2.
+    `argv` are the flags; None: those of this process. Wrong input, such as an --output that is
+    neither missing nor an empty directory, exits with 2.
     """
     silence_libraries()
     settings = flags.parse(

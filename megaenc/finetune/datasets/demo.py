@@ -49,7 +49,9 @@ function or class."""
 class DemoDatasetsConfig:
     """Options of `megaenc finetune demo`: the directory of the four demo data sets.
 
-    `output`, the only field, is a flag.
+    `output`, the only field, is a flag, by default demo/finetune. Sets that exist there are kept.
+    demo_sc is built from the quickstart's corpus if the parent directory has it, otherwise from the
+    installed packages, as the other three always are.
     """
 
     output: str = "demo/finetune"

@@ -329,7 +329,7 @@ def check_same_outputs(
         advice: End of the error, such as "expected another model".
 
     Raises:
-        InputError: Outputs differ, or the model fails.
+        InputError: Outputs differ, or the model or `compute` fails in any way.
     """
     kind = type(model).__name__
     try:

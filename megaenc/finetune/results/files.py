@@ -441,8 +441,8 @@ def read_result_tree(root: str | Path) -> list[Result]:
     Scores of single examples, gigabytes in the study's tree, are not parsed.
 
     Raises:
-        InputError: `root` is unreadable or has no run, a result file is malformed, or two names of
-            directories, such as lr2e-05_sd0 and lr2e-5_sd0, are one run.
+        InputError: `root` is unreadable or has no finished or failed run, a result file is
+            malformed, or two names of directories, such as lr2e-05_sd0 and lr2e-5_sd0, are one run.
     """
     results: dict[tuple, Result] = {}
     for path in _iterate_run_directories(Path(root)):

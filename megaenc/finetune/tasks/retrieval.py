@@ -29,7 +29,8 @@ class RetrievalTask(FinetuneTask):
     The loss is that of queries to documents only. Cosines are multiplied by `protocol.scale`. All
     other documents of the batch are negatives, even equal ones. A batch larger than one forward
     pass uses gradient caching (`megaenc.finetune.model.gradient_caching`). The score is
-    `retrieved_ndcg` at 10.
+    `retrieved_ndcg` at 10. `evaluate` keeps the embeddings of documents until the next `backward`:
+    call `clear_cache` if the weights change otherwise.
     """
 
     family: ClassVar[TaskFamily] = TaskFamily.IR

@@ -60,7 +60,7 @@ def compute_attention(
         q: Queries [S, H, D]; rotary positions are already applied to `q` and `k`.
         k: Keys [S, G, D].
         v: Values [S, G, D].
-        packing: Documents of the S tokens, and their mask.
+        packing: Documents of the S tokens, and their mask: bidirectional, causal or prefix.
         scale: Factor of the scores; None: 1 / sqrt(D).
         window: Tokens to each side that are attended to, if the mask allows; None: all.
     """

@@ -40,7 +40,7 @@ def attend_in_blocks(
         q: Queries [S, H, D].
         k: Keys [S, G, D].
         v: Values [S, G, D].
-        packing: Documents of the S tokens, and their mask.
+        packing: Documents of the S tokens, and their mask: bidirectional, causal or prefix.
         scale: Factor of the scores.
         window: Tokens to each side that a token attends to, if the mask allows.
     """

@@ -277,7 +277,7 @@ def attend_by_products(
         q: Queries [S, H, D], on a CPU, in bfloat16 (or float32), as `k` and `v`.
         k: Keys [S, G, D].
         v: Values [S, G, D].
-        packing: Documents of the S tokens, and their mask.
+        packing: Documents of the S tokens, and their mask: bidirectional, causal or prefix.
         scale: Factor of the scores.
         window: Tokens to each side that a token attends to, if the mask allows; None: all of its
             document.

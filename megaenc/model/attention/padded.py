@@ -161,7 +161,7 @@ def attend_padded(
         q: Queries [S, H, D], on a GPU in bfloat16 or float16; D is a multiple of 8.
         k: Keys [S, G, D].
         v: Values [S, G, D].
-        packing: Documents of the S tokens, and their mask.
+        packing: Documents of the S tokens, and their mask: bidirectional, causal or prefix.
         scale: Factor of the scores.
         window: Tokens to each side that a token attends to, if the mask allows; None: all of its
             document.

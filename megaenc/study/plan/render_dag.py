@@ -43,9 +43,11 @@ _FIXED_MASK = re.compile(r"(mlm|mntp)(\(mask=[^,>]*\))?")
 class DagRow:
     """Row of a drawing: a run, its offset, its parent's row, and its tree lines.
 
-    `layout_rows` builds it. `run` is the stage, `offset` the number of steps before its step 0, and
-    `parent` the index of the parent's row, None without one. `rails` are the tree lines in front of
-    its name, `stem` those that continue below it.
+    `layout_rows` builds it. `run` is the stage, `parent` the index of the parent's row, None
+    without one. `offset` is the x position of the run's step 0: of a branch, that of its parent,
+    whose steps it continues to count; of a run that takes only weights, the parent's `end`; else 0.
+    The run's own steps are drawn from `start` to `end`. `rails` are the tree lines in front of its
+    name, `stem` those that continue below it.
     """
 
     run: PretrainStage

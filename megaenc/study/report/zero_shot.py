@@ -186,7 +186,8 @@ def build_zero_shot_figure(results: ZeroShotResults, kind: IntervalKind) -> Figu
     horizontal line. A panel without models is left out; without any, the caption reports it.
 
     Args:
-        kind: Interval over seeds: 1.96 standard errors ("normal") or Student's ("t").
+        kind: Interval over seeds after contrastive training: 1.96 standard errors ("normal") or
+            Student's ("t"); that before it is 1.96 standard errors over queries.
     """
     key = "zero-shot"
     title = "Zero-shot retrieval"

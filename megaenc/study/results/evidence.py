@@ -50,14 +50,14 @@ class Score:
     """Mean score of one model on a data set, or its average over a task family.
 
     Scores are fractions, from 0 or, of correlations, from -1 to 1. `model` is the name, `model_key`
-    None outside the study, `family` the value of a TaskFamily or ZS, `dataset` a name or AVERAGE.
-    `mean` and `seed_scores`, by seed, are at the `learning_rate` chosen on validation (None for
-    averages), `rate_scores`, by rate and seed, at all rates; for published tables, the rate is None
-    and both mappings are empty. `half_width` is half the 95 % interval over fine-tuning seeds; None
-    for a single seed. `baseline` is a trivial prediction's score, or None. `planned_runs` (0:
-    unknown), `ended_runs` and `collapsed_runs` count runs at all rates, `collapsed_at_rate` counts
-    collapsed ones at the chosen rate; `failed_seeds`, by rate, are seeds with a NaN loss. `members`
-    has the scores behind an average; it is empty for data sets and published averages.
+    None outside the study, `family` the value of a TaskFamily or ZS, `dataset` a name, maybe with
+    " after TRAINSET", or AVERAGE. `mean` and `seed_scores`, by seed, are at the `learning_rate`
+    chosen on validation (None for averages), `rate_scores` of finished runs, by rate and seed, at
+    all; for published tables, the rate is None and both are empty. `half_width` is half the 95 %
+    interval over fine-tuning seeds; None for a single seed. `baseline` is a trivial prediction's
+    score, or None. `planned_runs` (0: unknown), `ended_runs` and `collapsed_runs` count runs at all
+    rates, `collapsed_at_rate` at the chosen one; `failed_seeds`, by rate, had a NaN loss. `members`
+    are the scores behind an average, else empty. `stack_examples` calls `load_examples`.
     """
 
     model: str

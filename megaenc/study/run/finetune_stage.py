@@ -41,7 +41,9 @@ def choose_study_texts(flags: Mapping[str, Any]) -> dict[str, Any]:
 class LabelledData:
     """Labelled data sets of a study's grid, and the flags that locate them.
 
-    `datasets` are those of the manifest with paths resolved: each is a name, PATH or NAME=PATH.
+    `LabelledData(datasets, flags)` takes the data sets of the manifest with paths resolved, each a
+    name, PATH or NAME=PATH, and the DatasetConfig to find them with. `fingerprints` reads those
+    that exist.
     """
 
     datasets: tuple[str, ...]

@@ -69,7 +69,7 @@ def _extend_provenance(file: Path) -> dict | None:
 def read_provenance(file: Path) -> dict[str, str]:
     """Return the texts of study.json, the path `file`, by name; {} without the file.
 
-    Lists are joined by `, then `.
+    The texts of a list are joined by ", then "; empty lists are left out.
 
     Raises:
         InputError: The file is no JSON object.

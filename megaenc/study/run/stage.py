@@ -444,7 +444,10 @@ class ExportStage(StageRunner):
         return [] if self.is_done() else [megaenc_command("convert", "to-hf", *format_flags(flags))]
 
     def progress(self) -> tuple[float, float]:
-        """Return (1.0, 1) if the export's conversion.json exists, otherwise (0.0, 1)."""
+        """Return (finished exports, all exports): (1.0, 1) or (0.0, 1).
+
+        The export is finished if its conversion.json exists.
+        """
         return float(self._certificate.is_file()), 1
 
     def check(self) -> None:

@@ -38,14 +38,15 @@ _FRAME = re.compile(r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:")
 class Attempt:
     """One execution of a stage's command, as recorded in its log.
 
-    Times are in seconds since 1970; `end_time` is None for an attempt that was killed or is
-    running, and `outcome` then "". Other outcomes are such as `finished`, `stopped` or `exit code
-    1`. `message` is the last error in the output, otherwise its last line; "" without output.
+    Times are in seconds since 1970. `outcome` is such as `finished`, `stopped`, `exit code 1` or,
+    after a signal, `killed by SIGKILL`. If the command is running, or the study's run was killed
+    with it, `end_time` is None and `outcome` "". `message` is the last error in the output,
+    otherwise its last line; "" without output.
     """
 
     start_time: float
     end_time: float | None
-    """None for an attempt that was killed or is running"""
+    """None for an attempt that is running, or was killed with the run of the study"""
     outcome: str
     """finished, stopped, `exit code 1`, `killed by SIGKILL`; "" without an end"""
     message: str

@@ -38,10 +38,10 @@ class ModelSelector:
 
     It is built from an Evidence, all scores of a study, which is its `evidence`; in a copy by
     `without`, `evidence` lacks the scores of `left_out`. Models with an objective schedule of their
-    own are not in it: `model_keys` are the others with a score, `planned_model_keys` those of the
-    manifest too. `ratio` is the reference mask ratio of the planned models (0 to 1; None without
-    MLM). `mlm`, such as "MLM 40 %" or, without a ratio, "MLM", and `clm` are the names of the
-    sides.
+    own are not in it: `model_keys` are the others with a score, `planned_model_keys` the others of
+    the manifest, and those with a score whose size the manifest lacks. `ratio` is the reference
+    mask ratio of the planned models (0 to 1; None without MLM). `mlm`, such as "MLM 40 %" or,
+    without a ratio, "MLM", and `clm` are the names of the sides.
     """
 
     def __init__(self, evidence: Evidence) -> None:

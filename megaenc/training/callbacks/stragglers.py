@@ -56,9 +56,10 @@ Data and compute are those of a step, on average.
 class StragglerDetector(Callback):
     """Callback of --log-straggler: detector of ranks that slow down the others.
 
-    It compares the work of all ranks every --straggler-interval steps (`compare_ranks`). Rank 0
-    writes the slowest to stragglers.jsonl, and prints those that are slow repeatedly, with more
-    than SLOW_RATIO times the median.
+    Every --straggler-interval steps it compares the ranks' seconds of data, compute and a probe,
+    without waiting times (`compare_ranks`). Rank 0 writes the REPORTED_RANKS slowest to
+    stragglers.jsonl, and prints those that were slow, with more than SLOW_RATIO times the median,
+    in CONSECUTIVE_REPORTS reports.
     """
 
     def __init__(self, trainer: "Trainer"):

@@ -151,8 +151,8 @@ def build_family_figure(
 ) -> FigureSpec:
     """Build a figure with a panel per task family and a line per series.
 
-    Scores are in percent, of `headline_datasets`; families without any have no panel. Pretraining
-    seeds of a series after its first are light points, without a legend entry.
+    A panel shows the family's average (else its first data set) in percent; families without scores
+    have none. Pretraining seeds of a series after its first are light points, not in the legend.
 
     Args:
         caption: Description, to which a sentence on the bars is added, also without any panel.

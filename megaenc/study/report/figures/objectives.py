@@ -190,10 +190,10 @@ def build_two_stage_mask_ratio_figure(
 ) -> FigureSpec:
     """Build the figure of scores over the mask ratio, with and without CLM first.
 
-    A panel per task family has scores and ratios in percent. A line has the models of a budget
-    (size and all steps) with as many CLM steps, at two or more ratios; lines with CLM first are
-    next to that of their budget without. If no budget has both there are no panels, and the caption
-    gives the reason.
+    A panel per task family has scores and ratios in percent. A line has the models from scratch of
+    a budget (size and all steps) with as many CLM steps, at two or more ratios. Only budgets that
+    have lines with and without CLM first are drawn; if there are none, there are no panels, and the
+    caption gives the reason.
 
     Args:
         published: Published scores, drawn lightly for the models in the figure; None for none.
