@@ -124,6 +124,7 @@ def test_a_run_has_a_result_and_leaves_the_process_as_it_was(small_corpus, tmp_p
     state = torch.get_rng_state()
     threads = torch.get_num_threads()
     handler = signal.getsignal(signal.SIGINT)
+    excepthook = sys.excepthook
     level = logging.getLogger("transformers").level
     filters = list(warnings.filters)
     steps = []
@@ -145,9 +146,17 @@ def test_a_run_has_a_result_and_leaves_the_process_as_it_was(small_corpus, tmp_p
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     assert signal.getsignal(signal.SIGINT) is handler
+    assert sys.excepthook is excepthook
     assert logging.getLogger("transformers").level == level
     assert warnings.filters == filters
     assert not torch.distributed.is_initialized()
+
+
+def test_ended_runs_keep_no_threads_and_files(small_corpus):
+    pretrain(small_corpus)
+    before = [len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")]
+    pretrain(small_corpus)
+    assert [len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")] == before
 
 
 def test_a_callback_ends_a_run_and_the_next_call_resumes_it(small_corpus, tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -216,7 +217,11 @@ def measure_cpu_flops(dtype: torch.dtype) -> float:
 
 @contextlib.contextmanager
 def restore_torch_state() -> Iterator[None]:
-    """Restore torch's random state, threads and deterministic kernels after the block."""
+    """Restore torch's random state, threads and deterministic kernels after the block.
+
+    Also restores `sys.excepthook`, which each process group wraps.
+    """
+    excepthook = sys.excepthook
     threads = torch.get_num_threads()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -227,6 +232,7 @@ def restore_torch_state() -> Iterator[None]:
         try:
             yield
         finally:
+            sys.excepthook = excepthook
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(is_deterministic, warn_only=only_warns)
             torch.utils.deterministic.fill_uninitialized_memory = fills_memory

@@ -141,8 +141,13 @@ def destroy_distributed() -> None:
     Each rank calls it after its last collective.
     """
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     parallel_state.destroy_model_parallel()
+    # These caches keep modules of the run, and so a group with its threads and sockets.
+    RotaryEmbedding.forward.cache_clear()
+    YarnRotaryEmbedding.forward.cache_clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
