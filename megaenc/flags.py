@@ -519,7 +519,12 @@ def _has_default(field: dataclasses.Field) -> bool:
 
 
 def _convert_python_value(value: Any) -> Any:
-    """Return `value` as YAML would give it: paths as text, tuples as lists."""
+    """Return `value` as YAML would give it.
+
+    Paths become text, tuples and arrays lists, and numbers of numpy those of Python.
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):

@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import runs
 import torch
@@ -73,6 +74,13 @@ def test_keywords_are_the_flags(tmp_path):
     words = ["--config", str(file), "--model", "small", "--train-tokens", "64", "--lr", "1"]
     words += ["--save", str(tmp_path), "--data-path", "a", str(tmp_path), "--save-steps", "2", "4"]
     assert build(**fields, **lists) == parse_config(words, "test")
+
+
+def test_numbers_of_numpy_are_numbers():
+    """As sweeps over `range` and over `numpy.arange` or `logspace` give them."""
+    fields = {"train_iters": np.int64(3), "lr": np.float32(0.5), "bf16": np.bool_(False)}
+    built = build(**fields, save_steps=np.arange(1, 3))
+    assert built == build(train_iters=3, lr=0.5, bf16=False, save_steps=[1, 2])
 
 
 def test_keywords_override_settings():
