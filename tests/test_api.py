@@ -191,6 +191,8 @@ def test_a_run_that_fails_can_be_repeated(small_corpus):
 
     with pytest.raises(ValueError, match="mistake"):
         pretrain(small_corpus, callbacks=[fail])
+    with pytest.raises(InputError, match="callbacks: print returned a NoneType, expected a Callb"):
+        pretrain(small_corpus, callbacks=[print])
     assert pretrain(small_corpus).step == 3
 
 

@@ -267,7 +267,14 @@ class Trainer:
             self.callbacks.append(StragglerDetector(self))
         for callback_class, options in parse_callbacks(monitoring.callbacks):
             self.callbacks.append(callback_class(self, **options))
-        self.callbacks += [build(self) for build in run.callbacks]
+        for build in run.callbacks:
+            callback = build(self)
+            if not isinstance(callback, Callback):
+                raise InputError(
+                    f"callbacks: {getattr(build, '__name__', build)} returned a "
+                    f"{type(callback).__name__}, expected a Callback"
+                )
+            self.callbacks.append(callback)
 
     def request_stop(self, reason: str) -> None:
         """End the run after the present step, with a checkpoint; for any single rank.
