@@ -12,6 +12,7 @@ import functools
 import gc
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -143,6 +144,12 @@ def pretrain(
         caller="pretrain",
         merge=functools.partial(merge_given, source="pretrain()"),
     )
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if settings.output.save and not is_main_thread:
+        raise InputError(
+            "pretrain(): field `save`: found a thread other than the main one, which alone gets "
+            "the signals that stop a run; call it in the main thread, or without `save`"
+        )
     if settings.output.dry_run:
         raise InputError(
             "pretrain(): field `dry_run`: found True, expected False; `megaenc pretrain --dry-run` "

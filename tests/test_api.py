@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import warnings
 
 import numpy as np
@@ -165,6 +166,22 @@ def test_ended_runs_keep_no_threads_and_files(small_corpus):
     before = [len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")]
     pretrain(small_corpus)
     assert [len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")] == before
+
+
+def test_a_thread_cannot_save(tmp_path):
+    errors = []
+
+    def train():
+        with pytest.raises(InputError) as raised:
+            megaenc.pretrain(save=tmp_path / "run")
+        errors.append(str(raised.value))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert [error.partition(", which")[0] for error in errors] == [
+        "pretrain(): field `save`: found a thread other than the main one"
+    ]
 
 
 def test_a_callback_ends_a_run_and_the_next_call_resumes_it(small_corpus, tmp_path):
