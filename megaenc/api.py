@@ -292,7 +292,7 @@ def _call_on_rank_0(function: Callable[[], Returned]) -> Returned:
         try:
             result = function()
         except InputError as raised:
-            error = raised
+            error = InputError(str(raised))  # subclasses may not be picklable
         finally:
             os.environ.update(hidden)
         store.set("result", pickle.dumps((result, error)))

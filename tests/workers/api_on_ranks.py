@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import megaenc
+from megaenc.api import _call_on_rank_0
+from megaenc.data.worker_pool import WorkerProcessDied
 from megaenc.dist_env import get_rank
 
 
@@ -18,12 +20,21 @@ class SayStep(megaenc.Callback):
             print(f"rank {get_rank()} validates")
 
 
+def lose_worker() -> None:
+    """Raise an error of `preprocess` whose class has arguments of its own."""
+    raise WorkerProcessDied(7, "ended")
+
+
 if __name__ == "__main__":
     text = sys.argv[1]
     directory = Path(sys.argv[2])
     tokenizer = megaenc.train_tokenizer(input=text, vocab_size=300, output=directory / "tokenizer")
     try:
         megaenc.train_tokenizer(input=text, vocab_size=300, output=tokenizer)
+    except megaenc.InputError as error:
+        print(f"rank {get_rank()}: {error}")
+    try:
+        _call_on_rank_0(lose_worker)
     except megaenc.InputError as error:
         print(f"rank {get_rank()}: {error}")
     output = {"output_prefix": directory / "corpus", "workers": 1}
