@@ -16,8 +16,9 @@ _SPECIAL = re.compile(r"[\\`|\[\]]")
 def escape_markdown(value: object) -> str:
     r"""Return `value` as one line of Markdown without links, code, HTML or cells.
 
-    Escaped are the backslash, the backtick, `[`, `]`, `|`, `<`, `://` and `www.`; control
-    characters become Python escapes such as `\x1b`. `&` and the marks of emphasis and blocks stay.
+    Escaped are the backslash, the backtick, `[`, `]`, `|`, `<`, `://` and `www.`. White space
+    becomes single spaces, without any at the ends; other control characters become Python escapes
+    such as `\x1b`. `&` and the marks of emphasis and blocks stay.
     """
     escaped = (
         _SPECIAL.sub(r"\\\g<0>", _one_line(value)).replace("<", "&lt;").replace("://", "&#58;//")
@@ -28,7 +29,8 @@ def escape_markdown(value: object) -> str:
 def inline_code(value: object, *, cell: bool = False) -> str:
     r"""Return `value` as one line of inline Markdown code, backticks as apostrophes.
 
-    Control characters become Python escapes such as `\x1b`; an empty value becomes a space.
+    White space becomes single spaces, without any at the ends; other control characters become
+    Python escapes such as `\x1b`. An empty value becomes a space.
 
     Args:
         cell: Escape `|` too.
@@ -72,8 +74,8 @@ def format_markdown(
 ) -> str:
     """Return a Markdown table of text columns, then number columns.
 
-    Text columns are left-aligned, with escaped cells; number columns are right-aligned, with cells
-    as they are. No heading is escaped. The text ends with a line feed.
+    Text columns are left-aligned, with cells by `escape_markdown`; number columns are
+    right-aligned, with cells as they are. No heading is escaped. The text ends with a line feed.
 
     Args:
         text_columns: Headings of the first columns.

@@ -57,9 +57,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
             self.update_adamw(group["params"], group, group["lr"])
 
     def begin_step(self, group: dict[str, Any]) -> None:
-        """Count a step in `group`, and create missing state of its parameters as zeros.
+        """Count a step in `group`, and call `create_state` for parameters with a gradient.
 
-        Parameters are not updated; those without a gradient get no state.
+        Parameters are not updated.
 
         Args:
             group: Element of `param_groups`.
@@ -70,7 +70,10 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 self.create_state(p)
 
     def create_state(self, p: torch.Tensor) -> None:
-        """Create missing state of a parameter as zeros of its dtype; it needs no gradient."""
+        """Create missing state of a parameter: `exp_avg` and `exp_avg_sq`, both zeros.
+
+        They have its dtype. The parameter needs no gradient.
+        """
         if not self.state[p]:
             self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
 

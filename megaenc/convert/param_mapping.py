@@ -331,12 +331,13 @@ def iter_hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of each weight with Hugging Face's names.
 
-    The order is that of `iter_mappings`.
+    The order is that of `iter_mappings`; a tied output layer is omitted. Tensors may share memory
+    with `parameters`.
 
     Args:
         parameters: Megatron-core's weights of the whole model by name, as with one rank.
         vocab_size: Rows of the vocabulary that are kept, without padding.
-        family: See `iter_mappings`.
+        family: Hugging Face `model_type` whose names they are; None: see `iter_mappings`.
     """
     for mapping, core, names in iter_mappings(model, family):
         tensor = drop_padding_rows(core, parameters[core], vocab_size)

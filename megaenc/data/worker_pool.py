@@ -45,12 +45,15 @@ class WorkerProcess(ChildProcess):
     """Child process that calls `work(item)` for each submitted item, in order.
 
     `WorkerProcess(work, environment, output)` starts a new Python interpreter with these
-    environment variables; `output` is an open file for stdout and stderr, None for those of this
-    process. `work`, items and results must pickle, and `work` must not be defined in `__main__`.
-    `kill` ends it, or else the end of this process. A fork would not survive threads of tokenizers
-    or torch. A process of `multiprocessing` imports the caller's `__main__` and so needs a guard
-    there, and in its pools a process that is killed while it sends a result blocks all others.
+    environment variables and no others; `output` is an open file for stdout and stderr, None for
+    those of this process. `work`, items and results must pickle, and `work` must not be defined in
+    `__main__`. `submit(item)` returns a Future of the result, of an exception that `work` raises,
+    or of WorkerProcessDied. The process ends by `kill`, or else with this process.
     """
+
+    # A fork would not survive threads of tokenizers or torch. A process of `multiprocessing`
+    # imports the caller's `__main__` and so needs a guard there, and in its pools a process that is
+    # killed while it sends a result blocks all others.
 
     def __init__(
         self,

@@ -183,13 +183,15 @@ def gather_findings(local_findings: str, timeout: float) -> dict[int, bytes]:
     """Send this rank's findings, as JSON, to rank 0; return the others' on rank 0.
 
     All ranks call it, each in a launcher's environment. The findings pass through the launcher's
-    store: no process group is needed, but anyone who reaches its port can write to it.
-
-    Args:
-        timeout: Seconds that rank 0 waits; other ranks do not wait.
+    store: no process group is needed, but anyone who reaches its port can write to it. Each rank
+    waits up to `timeout` seconds for the store, and rank 0 then as long for the findings.
 
     Returns:
         On rank 0 the JSON by rank, without its own and that of late ranks; {} on others.
+
+    Raises:
+        ValueError: A variable of the launcher is missing.
+        RuntimeError: The store cannot be reached.
     """
     import torch.distributed as dist
 

@@ -78,8 +78,9 @@ class Evaluation:
     """Evaluation: settings, fingerprints, and scores by model, data set, measure.
 
     `read_evaluation` reads it from a file of `megaenc embed eval`. `settings` are the flags that
-    change embeddings; `data` has the fingerprint of each retrieval set, `fingerprints` those of
-    each model, by name. The keys of `scores` are (model, data set, measure).
+    change embeddings. `data` has the fingerprint of each retrieval set by name. `fingerprints` has
+    for each model, by name, a mapping with "model", "tokenizer" and "stamp". The keys of `scores`
+    are (model, data set, measure), the values QueryScores.
     """
 
     settings: Mapping[str, Any]

@@ -66,9 +66,10 @@ class TextPairsConfig(InputConfig):
 
 @handle_command_errors
 def pairs_main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc embed pairs`: write pairs of the input's texts and print counts.
+    """Run `megaenc embed pairs`: write pairs of parts of documents and print counts.
 
-    The file, .jsonl, may exist only with --overwrite. Wrong input exits with 2.
+    A pair is two neighbouring paragraphs, or two random spans, of the same document (--method). The
+    file, .jsonl, may exist only with --overwrite. Wrong input exits with 2.
 
     Args:
         argv: The flags; None: those of this process.

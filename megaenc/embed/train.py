@@ -203,8 +203,9 @@ class StateDirectory:
     """Directory with the state of an unfinished training and the log of its losses.
 
     `StateDirectory(directory)` takes its Path; it must exist. state.pt has weights, AdamW's
-    moments, schedule and step; training.jsonl is the log. `load` and `save` are for the state,
-    `append` for the log. Only rank 0 writes.
+    moments, schedule and step; training.jsonl is the log. All ranks call `load`, which sets a
+    ContrastiveTrainer to the state, if there is one, and returns its TrainingProgress. Only rank 0
+    calls `save`, for the state, and `append`, for a row of the log.
     """
 
     def __init__(self, directory: Path) -> None:

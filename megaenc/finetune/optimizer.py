@@ -148,9 +148,11 @@ class MasterWeightOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set weights, moments and schedule in place to those of a `state_dict`.
+        """Set weights, moments and schedule to those of a `state_dict`.
 
-        Parameters that have a master weight become it, rounded.
+        Weights are copied in place; parameters that have a master weight become it, rounded.
+        Moments of the parameter's dtype and device are not copied, so that later steps change them
+        in `state`.
 
         Args:
             state: State of an optimizer of the same model and hyperparameters.

@@ -55,9 +55,9 @@ def train_and_evaluate(job: FinetuneJob, report: ProgressCallback = lambda progr
 
     At a NaN or inf it returns False: data sets evaluated before get results, the others
     failed.json, and no model is kept. The files are in the `job_directory` of each data set.
-    `report` receives the progress. Equal jobs on a machine write equal results.json and failed.json
-    if `job.protocol.deterministic` (`make_deterministic`). The caller must hold the run's lock
-    (`try_lock_run`).
+    `report` is called with each RunProgress. Equal jobs on a machine write equal results.json and
+    failed.json if `job.protocol.deterministic` (`make_deterministic`). The caller must hold the
+    run's lock (`try_lock_run`).
 
     Raises:
         InputError: The model or a data set is unusable.
@@ -123,7 +123,7 @@ class FinetuneRun:
 
     Args:
         job: Model, data sets and protocol.
-        report: Function that receives the progress.
+        report: Function that is called with each RunProgress.
     """
 
     def __init__(self, job: FinetuneJob, report: ProgressCallback) -> None:

@@ -122,8 +122,8 @@ class Teacher:
     """Frozen masked language model in float32 on the CPU, by `load_teacher`.
 
     `path` is its directory, `vocabulary` that of the run, which it shares, and `model` the torch
-    module. `context_length` is the most tokens that it reads at a time. `find_top_tokens` runs it
-    on a pack.
+    module. `find_top_tokens` runs it on the documents of a pack, one by one. A pack of more than
+    `context_length` tokens is an InputError there.
     """
 
     def __init__(self, path: str, vocabulary: Vocabulary):

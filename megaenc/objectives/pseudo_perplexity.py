@@ -55,7 +55,10 @@ class PseudoPerplexity(Objective):
 
     @property
     def shift(self) -> int:
-        """Return `ahead`, which in this objective is not a constant of the class."""
+        """Return `ahead`, by how many positions a prediction precedes its token.
+
+        In other objectives it is a constant of the class.
+        """
         return self.ahead
 
     def describe(self, every: bool = False, end: Objective | None = None) -> str:

@@ -249,8 +249,8 @@ class Schedule:
     def describe_step(self, step: int) -> str:
         """Return the objectives that a step trains as text, with interpolated options.
 
-        It is for example `mlm(mask=0.3)`, or `clm + mlm` in a sum, without weights. Steps count
-        from 1.
+        It is for example `mlm(mask=0.3)`, or `clm + mlm` in a sum, without weights. Options at
+        their default are left out. Steps count from 1.
 
         Raises:
             ValueError: The step is outside the schedule.
@@ -260,8 +260,9 @@ class Schedule:
     def text_at(self, step: int) -> str:
         """Return the schedule text of the objectives that a step trains, not interpolated.
 
-        It is for example `mlm(mask=0.4->0.15)` or `sum(clm:1,mlm:1)`. Of a mixture it is the one
-        that is drawn. Steps count from 1.
+        It is for example `mlm(mask=0.4->0.15)` or `sum(clm:1,mlm:1)`, without options at their
+        default and with integer weights, however the schedule was written. Of a mixture it is the
+        one that is drawn. Steps count from 1.
 
         Raises:
             ValueError: The step is outside the schedule.
@@ -286,11 +287,12 @@ class Schedule:
         return {choice.start.describe(): choice.start for choice in self._distinct_choices()}
 
     def packages(self) -> dict[str, str]:
-        """Return the packages and files that objectives need, by the objective's name.
+        """Return the packages that define objectives, and their files, by objective name.
 
-        Values are texts `PACKAGE VERSION (HASH)` and `FILE (HASH)`, sorted and joined by `, `.
-        HASH is the first 12 digits of the SHA-256 of the objective's source file, or of FILE.
-        Objectives that need none are left out.
+        Values are texts `PACKAGE VERSION (HASH)`, of the installed package that registers the
+        objective, and `FILE (HASH)`, for each of its `files`, sorted and joined by `, `. HASH is
+        the first 12 digits of the SHA-256 of the objective's source file, or of FILE. Objectives
+        with neither are left out.
 
         Raises:
             InputError: The files of an objective cannot be found.

@@ -293,9 +293,11 @@ class MonitoringConfig:
     `PretrainConfig.monitoring` is one; all fields have defaults, by which everything is off.
     `tensorboard_dir` is the directory of event files. `wandb_project`, `wandb_exp_name` (run) and
     `wandb_entity` (user or team) are names at Weights & Biases, `wandb_save_dir` is its local
-    directory. `log_straggler` compares the compute time of the ranks every `straggler_interval`
-    steps. `profile` traces the steps `profile_step_start` to `profile_step_end`, both included, on
-    `profile_ranks`, a tuple. `callbacks` is a tuple of YAML mappings, as text, of name and options.
+    directory; the others need `wandb_project`, which needs that directory or --save.
+    `log_straggler` compares the compute time of the ranks every `straggler_interval` steps.
+    `profile`, which needs --save, traces the steps `profile_step_start` to `profile_step_end`, both
+    included, on `profile_ranks`, a tuple. `callbacks` is a tuple of YAML mappings, as text, of name
+    and options. `check`, which PretrainConfig calls, raises InputError for flags that do not fit.
     """
 
     tensorboard_dir: str = ""

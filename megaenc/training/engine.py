@@ -53,7 +53,8 @@ class BatchSums:
     if only the forward pass ran; `group_sums` has losses and tokens (with weights, sums of weights)
     by TokenGroups, float64[2, G], with G = 0 without groups. BatchSums() is zero. In sums of one
     rank `loss_sum`, `correct` and `group_sums` are tensors on its device, so that the host does not
-    wait for it; `reduce` returns those of all ranks as numbers.
+    wait for it. `reduce(votes)` returns a pair: the BatchSums of all ranks, with numbers and
+    `group_sums` as an array, and the sums of `votes`.
     """
 
     loss_sum: float | torch.Tensor = 0.0
@@ -79,7 +80,7 @@ class BatchSums:
     def loss(self) -> float | None:
         """Return loss_sum / loss_count, the mean loss; None if `loss_count` is 0.
 
-        Before `reduce` it is a tensor on the device.
+        Before `reduce` it is None too, or a tensor on the device.
         """
         return self.loss_sum / self.loss_count if self.loss_count else None
 
@@ -87,7 +88,7 @@ class BatchSums:
     def accuracy(self) -> float | None:
         """Return the fraction of correct predictions, 0 to 1; None without predictions.
 
-        Before `reduce` it is a tensor on the device.
+        Before `reduce` it is None too, or a tensor on the device.
         """
         return self.correct / self.predicted if self.predicted else None
 

@@ -138,7 +138,10 @@ def check_activation(name: Any, file: str) -> None:
 def read_layer_types(
     kinds: list[str], bases: dict[str, float], read_window: Callable[[], int], file: str
 ) -> dict[str, Any]:
-    """Return `rotary_base`, and with local layers window and global layers, by field.
+    """Return the fields of ModelConfig that the kinds of layers decide, by name.
+
+    `rotary_base` (of local layers if all are); with local layers `window_size`; with both kinds
+    `global_attn_every_n_layers`, `first_global_layer` (from 1), `local_rotary_base` (None: equal).
 
     Args:
         kinds: The `layer_types` of a config.json, each FULL (global) or LOCAL.

@@ -34,7 +34,8 @@ class VerifyConfig:
     """Arguments of `megaenc data verify`, each a field.
 
     `prefix`, the positional ones, is a tuple of paths of corpora without extension. `tokenizer`,
-    a flag, is the directory or Hub name of their tokenizer, "" to skip the checks that need it.
+    a flag, is the directory or Hub name of the tokenizer that must have made them; "" to skip this
+    check. Token ids are then checked by the .json, and not at all without one.
     """
 
     prefix: Annotated[tuple[str, ...], Positional, arg(metavar="PREFIX")]

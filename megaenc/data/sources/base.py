@@ -43,8 +43,8 @@ class TextSource(ABC):
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
         """Return the `file_stats` of the files between two split points.
 
-        Each is (path, bytes, modification time in ns). By default, these are all files of the
-        source; a data set on the Hub has none.
+        Each is (absolute path, bytes, modification time in ns). By default, these are all files of
+        the source; a data set on the Hub has none.
         """
         return self.file_stats
 
@@ -168,7 +168,10 @@ class TextGroup(TextSource):
         self.end = len(paths)
 
     def file_stats_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
-        """Return the `file_stats` of files start..stop-1."""
+        """Return the `file_stats` of files start..stop-1.
+
+        Each is (absolute path, bytes, modification time in ns).
+        """
         return self.file_stats[start:stop]
 
     def find_split_point(self, offset: int) -> int:

@@ -342,13 +342,13 @@ def read_line_blocks(
     Args:
         start: Beginning of a line; 0, without `stop`, for compressed files and those in another
             `encoding`, which are read as a whole.
-        stop: End in bytes, a line start (except for `paragraph`) or the file's length (None: that).
+        stop: End in bytes: the file's length (None: that) or, unless `paragraph`, a line start.
         before: Bytes on disk of earlier sources, which are added to positions.
         sample_by: `line` or `paragraph` for text, None for JSONL; with `paragraph`, blocks hold
             whole paragraphs.
 
     Raises:
-        InputError: The file is unreadable or damaged, or changed, so that `stop` does not fit.
+        InputError: The file is unreadable or damaged, or `stop` does not fit, as after a change.
     """
     first_line = 1
     with open_decompressed(path, encoding) as (raw, stream):
@@ -502,7 +502,8 @@ def guess_encoding(start: bytes) -> str:
 def guess_8_bit_encoding(error: UnicodeDecodeError) -> str:
     """Return the probable encoding, cp1252 or latin1, of text that is not UTF-8.
 
-    `error` is that of decoding it as UTF-8.
+    `error` is that of decoding it as UTF-8. Only the byte at which decoding failed decides: below
+    0xA0 it is cp1252. Whether the text can be decoded so is not checked.
     """
     # Bytes below 0xA0 are control characters in Latin-1.
     return "cp1252" if error.object[error.start] < 0xA0 else "latin1"

@@ -54,7 +54,7 @@ class SpecialTokens:
         return tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object of mode, before and after."""
+        """Return a JSON object of "mode" and the lists of ids "before" and "after"."""
         return {"mode": self.mode, "before": list(self.before), "after": list(self.after)}
 
     @property

@@ -164,7 +164,9 @@ def _build_class_config(directory: Path, flag: str) -> Any:
 def read_vocabulary(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
     """Return a new Vocabulary of a tokenizer.
 
-    Code that uses the Vocabulary does not need transformers.
+    Code that uses the Vocabulary does not need transformers. It keeps `tokenizer`, and computes
+    `word_codes` and `text_fingerprint` from it when they are first read, so that later changes of
+    the tokenizer count for these, but not for the other fields.
     """
     ids = tokenizer.get_vocab().values()
     special = {token for token in tokenizer.all_special_ids if token is not None}

@@ -81,7 +81,7 @@ def train_and_save_tokenizer(settings: TrainTokenizerConfig) -> None:
 
 @handle_command_errors
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `megaenc tokenizer`: train a tokenizer on the input and write its directory.
+    """Run `megaenc tokenizer`: train a byte-level BPE and write its directory.
 
     `argv` are the flags; None: those of this process. Wrong input, such as an --output that is
     neither missing nor an empty directory, exits with 2.

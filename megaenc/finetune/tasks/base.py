@@ -28,8 +28,9 @@ IGNORE_INDEX = -100
 class Scores(SplitScores):
     """SplitScores for results.json, with score and metrics of each example.
 
-    `from_examples` builds it from `scores_i` and, by metric name, `metrics_i`, which have a value
-    for each example, in order. Both are empty in regression and MULTI_LABEL.
+    `scores_i`, and `metrics_i` by metric name, have a value for each example, in order; both are
+    empty in regression and MULTI_LABEL. `from_examples` builds it from both, whose means become
+    `score` and (by default) `metrics`, and from `collapsed` and `baseline`.
     """
 
     scores_i: list[float]
@@ -104,8 +105,10 @@ class FinetuneTask(ABC):
 
     Subclasses are in `TASKS`, by `family`, and are built from a `dataset` and the hyperparameters
     `protocol`. `encode` tokenizes examples, `backward` computes the loss (`sum_loss`, cross-entropy
-    by default) and gradients, `evaluate` predicts and scores. `progress`, which a caller may set,
-    is called with the numbers of predicted and of all texts of an evaluation.
+    by default) and gradients, `evaluate` predicts and scores. Before it `calibrate`, on the
+    validation split, chooses what evaluations use, such as a threshold; after it, before weights
+    change, `clear_cache` drops cached outputs. `progress`, which a caller may set, is called with
+    the numbers of predicted and of all texts of an evaluation.
     """
 
     family: ClassVar[TaskFamily]

@@ -16,8 +16,9 @@ def dropout_kernel(x, out, low, high, first, limit, scale, x_stride, width, COLU
     """Write x * `scale`, or 0 if the hash is below `limit`, to the contiguous `out`.
 
     A program (row, block) computes COLUMNS columns of one row. `x` points to [rows, width], with
-    `x_stride` elements from row to row; `low` and `high` to a number for each row. `first` and
-    `limit` are as in `drop`.
+    `x_stride` elements from row to row; `low` and `high` to the int32 of each row, which is added
+    to the column's number and multiplies the hash. `first` is added to all columns' numbers, and
+    `limit` is the fraction that becomes 0, times 2**32; see `drop`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -43,9 +43,10 @@ _EXAMPLES = 5
 class CollocationsConfig:
     """Flags of `megaenc objective collocations`, each a field.
 
-    `data_path` is a corpus without extension, `tokenizer` its tokenizer, and `output` a new file.
-    At most `count` collocations are kept, of at least `min_count` occurrences in the first
-    `max_tokens` tokens.
+    `data_path`, a corpus without extension, `tokenizer`, its tokenizer, and `output`, a new file,
+    must be given. At most `count` collocations are kept: of each length, 2 to 5 tokens, those of
+    the highest pointwise mutual information among n-grams with at least `min_count` occurrences in
+    the first `max_tokens` tokens.
     """
 
     data_path: str

@@ -66,7 +66,7 @@ class ModelKey:
     def clm_share(self) -> float:
         """Return clm_steps / (clm_steps + mlm_steps), 0 to 1; 0.0 if both are 0.
 
-        MLM after a decayed end is not counted.
+        Not counted are `cpt_mlm_steps`, MLM that continues from the decayed end of these steps.
         """
         first = self.clm_steps + self.mlm_steps
         return self.clm_steps / first if first else 0.0

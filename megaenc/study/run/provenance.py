@@ -34,7 +34,11 @@ _LIBRARIES = ("torch", "megatron-core", "transformers")
 def record_environment(study: Path) -> None:
     """Add this machine's hardware, date, commit and libraries to STUDY/study.json.
 
-    Only new texts are added. An unreadable file is left as it is; the report names it.
+    Only new texts are added; a missing file is created. An unreadable file is left as it is, and
+    the report names it. Nothing is added if another process holds the lock for 10 seconds.
+
+    Raises:
+        InputError: STUDY cannot be written to.
     """
     file = study / PROVENANCE_FILE
     # Nothing is new for most stages: they need no lock.

@@ -89,7 +89,10 @@ class Callback:
         """
 
     def before_save(self, step: int) -> None:
-        """Observe that a save after `step` begins; never called without --save."""
+        """Observe that a save after `step` begins; all ranks call it, only with --save."""
 
     def after_save(self, step: int) -> None:
-        """Observe that the save after `step` is written or, with --async-save, begun."""
+        """Observe that the save after `step` is written or, with --async-save, begun.
+
+        All ranks call it, unless the save raises.
+        """
