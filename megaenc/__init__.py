@@ -3,8 +3,8 @@
 Objectives are CLM, MLM, or any schedule of them.
 """
 
-from typing import TYPE_CHECKING, Any
-
+# As in `typing`, whose import here would precede the protection of `python -m megaenc`.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from megaenc.api import (
         Callback,
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a function of `megaenc.api` on first use, so that the package loads fast."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
