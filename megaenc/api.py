@@ -27,8 +27,9 @@ from megaenc.data.preprocess.config import PreprocessConfig
 from megaenc.data.tokenizer.train_command import TrainTokenizerConfig, train_and_save_tokenizer
 from megaenc.dist_env import LAUNCHER_VARIABLES, get_world_size
 from megaenc.embed.command import EmbedEvalConfig, run_evaluation
+from megaenc.embed.config import EmbedTrainConfig, TrainedEmbedder
 from megaenc.embed.evaluation_file import EvaluationRow
-from megaenc.embed.train_command import EmbedTrainConfig, TrainedEmbedder, train_embedding_model
+from megaenc.embed.train_command import train_embedding_model
 from megaenc.errors import InputError
 from megaenc.finetune.command import FinetuneRunConfig, run_finetuning
 from megaenc.finetune.results.files import Result
@@ -52,7 +53,7 @@ def _restore_process_state(function: Callable[P, Returned]) -> Callable[P, Retur
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Returned:
         with silenced_libraries():
-            from megaenc.backend.device import restore_torch_state
+            from megaenc.backend.initialize import restore_torch_state
 
             with restore_torch_state():
                 try:

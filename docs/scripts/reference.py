@@ -54,7 +54,7 @@ PUBLIC = [
     ("", "", "megaenc.training.run_dir", ["PretrainResult"]),
     ("", "", "megaenc.convert.command", ["ExportedModel"]),
     ("", "", "megaenc.finetune.results.files", ["Result", "SplitScores"]),
-    ("", "", "megaenc.embed.train_command", ["TrainedEmbedder"]),
+    ("", "", "megaenc.embed.config", ["TrainedEmbedder"]),
     ("", "", "megaenc.embed.evaluation_file", ["EvaluationRow"]),
     (
         "Objectives",

@@ -1,11 +1,8 @@
 """Detection of the device, its process-group backend, bfloat16 and peak FLOP/s."""
 
-import contextlib
 import functools
 import os
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -213,27 +210,3 @@ def measure_cpu_flops(dtype: torch.dtype) -> float:
         if 8 * best > 0.05:  # the next size
             break
     return 2 * size**3 / best
-
-
-@contextlib.contextmanager
-def restore_torch_state() -> Iterator[None]:
-    """Restore torch's random state, threads and deterministic kernels after the block.
-
-    Also restores `sys.excepthook`, which each process group wraps.
-    """
-    excepthook = sys.excepthook
-    threads = torch.get_num_threads()
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills_memory = torch.utils.deterministic.fill_uninitialized_memory
-    uses_efficient_attention = torch.backends.cuda.mem_efficient_sdp_enabled()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            sys.excepthook = excepthook
-            torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(is_deterministic, warn_only=only_warns)
-            torch.utils.deterministic.fill_uninitialized_memory = fills_memory
-            torch.backends.cuda.enable_mem_efficient_sdp(uses_efficient_attention)

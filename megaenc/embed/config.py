@@ -1,6 +1,7 @@
 """Configuration of embedding and of contrastive training."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Literal
 
 from megaenc.data.tokenizer.special_tokens import SpecialTokensChoice
@@ -151,3 +152,42 @@ class ContrastiveConfig:
         for value in self.matryoshka_dims:
             if self.matryoshka_dims.count(value) > 1:
                 raise InputError(f"--matryoshka-dims: found {value}, expected each size once")
+
+
+@dataclass(frozen=True)
+class EmbedTrainConfig:
+    """Options of `megaenc embed train`: model, pairs, output, training and saving.
+
+    Each field is a flag, read by `flags.parse_with_config`. `model`, `data`, a tuple of files or
+    data sets of pairs, and `output` must not stay empty, which the constructor does not check.
+    `output` is a new directory; an unfinished training is resumed from OUTPUT.state. `config` is a
+    YAML file of flags, and `contrastive` has the flags of ContrastiveConfig. States are saved every
+    `save_interval` steps, and a row logged every `log_interval`.
+    """
+
+    config: str = ""
+    """YAML file of flags; flags on the command line override it"""
+    model: str = ""
+    """Hugging Face or sentence-transformers directory, or a model of the Hub as ORG/NAME"""
+    data: tuple[str, ...] = ()
+    """files or data sets of pairs of a query and a document, maybe with hard negatives"""
+    output: str = ""
+    """new directory for the trained model; OUTPUT.state keeps an unfinished training, which the
+    same command resumes"""
+    contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
+    """contrastive training: batches, schedule, optimizer, loss and texts"""
+    save_interval: PositiveInt = 100
+    """steps between saved states, from which the same command resumes"""
+    log_interval: PositiveInt = 1
+    """steps between rows of training.jsonl; the last step always has one"""
+
+
+@dataclass(frozen=True)
+class TrainedEmbedder:
+    """Trained embedding model: its directory for sentence-transformers, and its loss."""
+
+    directory: Path
+    steps: int
+    """Steps of the training, with those before a resume."""
+    loss: float
+    """InfoNCE loss of the last step, over its whole batch."""

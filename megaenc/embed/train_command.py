@@ -10,7 +10,6 @@ torchrun --nproc-per-node 2 -m megaenc embed train --model demo/hf --data pairs.
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaenc import flags
@@ -21,51 +20,16 @@ from megaenc.dist_env import (
     forbid_restart,
     get_rank,
 )
-from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig, NonFiniteTrainingError
+from megaenc.embed.config import (
+    TRAINING_DETAILS,
+    EmbedTrainConfig,
+    NonFiniteTrainingError,
+    TrainedEmbedder,
+)
 from megaenc.errors import handle_command_errors
-from megaenc.flags import PositiveInt
 from megaenc.machine import check_process_count
 from megaenc.output_paths import check_parent_writable, create_parent_with_rollback, refuse_existing
 from megaenc.processes import exit_on_sigterm
-
-
-@dataclass(frozen=True)
-class EmbedTrainConfig:
-    """Options of `megaenc embed train`: model, pairs, output, training and saving.
-
-    Each field is a flag, read by `flags.parse_with_config`. `model`, `data`, a tuple of files or
-    data sets of pairs, and `output` must not stay empty, which the constructor does not check.
-    `output` is a new directory; an unfinished training is resumed from OUTPUT.state. `config` is a
-    YAML file of flags, and `contrastive` has the flags of ContrastiveConfig. States are saved every
-    `save_interval` steps, and a row logged every `log_interval`.
-    """
-
-    config: str = ""
-    """YAML file of flags; flags on the command line override it"""
-    model: str = ""
-    """Hugging Face or sentence-transformers directory, or a model of the Hub as ORG/NAME"""
-    data: tuple[str, ...] = ()
-    """files or data sets of pairs of a query and a document, maybe with hard negatives"""
-    output: str = ""
-    """new directory for the trained model; OUTPUT.state keeps an unfinished training, which the
-    same command resumes"""
-    contrastive: ContrastiveConfig = field(default_factory=ContrastiveConfig)
-    """contrastive training: batches, schedule, optimizer, loss and texts"""
-    save_interval: PositiveInt = 100
-    """steps between saved states, from which the same command resumes"""
-    log_interval: PositiveInt = 1
-    """steps between rows of training.jsonl; the last step always has one"""
-
-
-@dataclass(frozen=True)
-class TrainedEmbedder:
-    """Trained embedding model: its directory for sentence-transformers, and its loss."""
-
-    directory: Path
-    steps: int
-    """Steps of the training, with those before a resume."""
-    loss: float
-    """InfoNCE loss of the last step, over its whole batch."""
 
 
 @handle_command_errors

@@ -16,7 +16,13 @@ from megaenc.backend.device import Backend, detect_backend
 from megaenc.backend.initialize import init_process_group, retain_freed_memory
 from megaenc.console import ProgressLine, format_duration, print_rank_0
 from megaenc.dist_env import get_rank, get_world_size
-from megaenc.embed.config import TRAINING_DETAILS, ContrastiveConfig, NonFiniteTrainingError
+from megaenc.embed.config import (
+    TRAINING_DETAILS,
+    ContrastiveConfig,
+    EmbedTrainConfig,
+    NonFiniteTrainingError,
+    TrainedEmbedder,
+)
 from megaenc.embed.contrastive import ContrastiveData
 from megaenc.embed.embedder import (
     Embedder,
@@ -33,7 +39,6 @@ from megaenc.embed.train import (
     TrainingProgress,
     train,
 )
-from megaenc.embed.train_command import EmbedTrainConfig, TrainedEmbedder
 from megaenc.errors import InputError
 from megaenc.finetune.model.fingerprint import (
     compute_model_fingerprints,
