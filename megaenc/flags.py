@@ -515,7 +515,8 @@ def build_from_keywords(
 
 
 def _has_default(field: dataclasses.Field) -> bool:
-    return not field.default is field.default_factory is dataclasses.MISSING
+    missing = dataclasses.MISSING
+    return field.default is not missing or field.default_factory is not missing
 
 
 def _convert_python_value(value: Any) -> Any:

@@ -168,18 +168,7 @@ def fit_scaling_law(
     size_origin = np.log(sizes).mean()
     token_origin = np.log(tokens).mean()
     coordinates = np.stack([np.log(sizes) - size_origin, np.log(tokens) - token_origin])
-    lowest = losses.min()
-    candidates = []
-    for part, exponent in product((0.3, 0.6, 0.9), (0.2, 0.7)):
-        rest = (1 - part) * lowest / 2
-        start = [*np.log([part * lowest, rest, rest]), exponent, exponent]
-        candidates.append(_minimise_huber(start, coordinates, np.log(losses), delta))
-    best, _ = min(candidates, key=itemgetter(1))
-    if min(best[3:]) <= 0:
-        raise InputError(
-            f"the fit has alpha {best[3]:.3g} and beta {best[4]:.3g}, expected above 0: losses do "
-            "not fall with size and tokens; add runs of other sizes or budgets"
-        )
+    best = _fit_from_starts(coordinates, losses, delta)
     groups = _group_points(points, _budget_indices(flops))
     random = np.random.default_rng(seed)
     solutions = np.empty((5, resamples))
@@ -203,6 +192,27 @@ def fit_scaling_law(
             )
         )
     return laws[0], laws[1]
+
+
+def _fit_from_starts(coordinates: np.ndarray, losses: np.ndarray, delta: float) -> np.ndarray:
+    """Return the best solution of `_minimise_huber` from several starts.
+
+    Raises:
+        InputError: An exponent is not positive.
+    """
+    lowest = losses.min()
+    candidates = []
+    for part, exponent in product((0.3, 0.6, 0.9), (0.2, 0.7)):
+        rest = (1 - part) * lowest / 2
+        start = [*np.log([part * lowest, rest, rest]), exponent, exponent]
+        candidates.append(_minimise_huber(start, coordinates, np.log(losses), delta))
+    best, _ = min(candidates, key=itemgetter(1))
+    if min(best[3:]) <= 0:
+        raise InputError(
+            f"the fit has alpha {best[3]:.3g} and beta {best[4]:.3g}, expected above 0: losses do "
+            "not fall with size and tokens; add runs of other sizes or budgets"
+        )
+    return best
 
 
 def _minimise_huber(
