@@ -190,15 +190,13 @@ def _print_scores(result: result_files.Result, *, was_finished: bool) -> None:
     if result.evaluations:
         scores_text = ", ".join(f"{step:,} {100 * score:.2f}" for step, score in result.evaluations)
         print_rank_0(f"validation score by step: {scores_text}; best: step {result.best_step:,}")
+    if result.threshold is not None:
+        print_rank_0(f"labels are predicted from probability {result.threshold:.4f}")
     for name, split in (("validation", result.validation), ("test", result.test)):
         values = {"score": split.score, **split.metrics}
         texts = []
         for metric, value in values.items():
-            baseline = split.baseline[metric]
-            if metric == "threshold":  # a probability, no score in percent
-                texts.append(f"{metric} {value:.4f} ({baseline:.4f})")
-            else:
-                texts.append(f"{metric} {100 * value:.2f} ({100 * baseline:.2f})")
+            texts.append(f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})")
         values_text = ", ".join(texts)
         print_rank_0(
             f"{name}: {values_text}"

@@ -39,7 +39,6 @@ from megaenc.finetune.model_card import build_finetuned_card
 from megaenc.finetune.results import files as result_files
 from megaenc.finetune.results.files import DatasetResult, SplitScores
 from megaenc.finetune.tasks import FinetuneTask, TaskModel
-from megaenc.finetune.tasks.multi_label import MultiLabel
 from megaenc.finetune.tokenized import (
     TextEncoder,
     TokenizedSplit,
@@ -413,8 +412,8 @@ class ModelKeeper:
         details |= {"steps": result.steps, "trained": result.trained}
         if result.protocol.uses_best_weights:
             details["best_step"] = result.best_step
-        if job.family == TaskFamily.MULTI_LABEL:
-            details["threshold"] = scores["test"].metrics.get("threshold", MultiLabel.threshold)
+        if result.threshold is not None:
+            details["threshold"] = result.threshold
         if self.task.dataset.pair_template:
             details["pair_template"] = self.task.dataset.pair_template
         return details | {

@@ -87,7 +87,6 @@ def build_finetuned_card(
         f"| {split} | {metric} | {100 * value:.2f} |"
         for split, values in details["scores"].items()
         for metric, value in values.items()
-        if metric != "threshold"  # no score: `usage` has it
     )
     facts = {
         "base model": details["model"],

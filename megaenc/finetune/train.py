@@ -303,6 +303,7 @@ class FinetuneRun:
             self.digest = hash_weights(self.model)
         last_step = history.evaluations[-1][0] if history.evaluations else self.steps
         try:
+            held_out.task.calibrate(self.model, held_out.splits["validation"][0])
             scores = self._score(held_out, history.scores)
         except NonFinitePredictionError as error:
             raise RunFailure(f"{error} after step {last_step}, the last", last_step) from None
@@ -315,6 +316,7 @@ class FinetuneRun:
             seconds=self.seconds | {"evaluation": time.monotonic() - began},
             evaluations=history.evaluations,
             best_step=history.best_step,
+            threshold=held_out.task.threshold,
         )
 
     def _score(
@@ -328,7 +330,6 @@ class FinetuneRun:
         task = held_out.task
         task.progress = self.report.report_texts
         scores: dict[SplitName, Scores] = {}
-        task.calibrate(self.model, held_out.splits["validation"][0])
         for split, data in held_out.splits.items():
             if split == "validation" and validation is not None:
                 scores[split] = validation

@@ -418,7 +418,7 @@ def test_predictions_give_the_score_of_the_run(kept, data, tmp_path):
     pearson = kept["regression"][1]["test"]["metrics"]["pearson"]
     assert correlation.statistic == pytest.approx(pearson, abs=1e-5)
     directory, result, _, answers = kept["multi_label"]
-    threshold = result["validation"]["metrics"]["threshold"]
+    threshold = result["threshold"]
     assert read_json(directory / "finetuning.json")["threshold"] == threshold != 0.5
     assert f'label["score"] >= {threshold}]' in (directory / "README.md").read_text()
     write_file(tmp_path / "rows.jsonl", [{"text": text} for text in reload_kept.SENTENCES])

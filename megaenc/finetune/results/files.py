@@ -106,6 +106,7 @@ class _ResultFile(TypedDict):
     test: _Split
     evaluations: NotRequired[list[_Evaluation]]
     best_step: NotRequired[Count]
+    threshold: NotRequired[Number]
 
 
 class _FailureFile(TypedDict):
@@ -149,8 +150,8 @@ class Result:
     it, with `family`, the name of a task family, and `train_on`, the training set, which differs
     from `dataset` only in retrieval. `validation` and `test` are None if the run failed, `failure`
     is None if it did not. `evaluations` has (step, score as a fraction) of the validations during
-    training, of which `best_step` is the best, 0 without any. With `scores_only` the file lacks
-    everything but scores, like the study's own.
+    training, of which `best_step` is the best, 0 without any. `threshold` is that of MULTI_LABEL,
+    else None. With `scores_only` the file lacks everything but scores, like the study's own.
     """
 
     model: str
@@ -166,6 +167,8 @@ class Result:
     evaluations: Evaluations = ()
     best_step: int = 0
     """Step of the best of `evaluations`, 0 without any."""
+    threshold: float | None = None
+    """Smallest probability of a predicted label in MULTI_LABEL, else None."""
     scores_only: bool = False
     """True if its file has only scores, without protocol, fingerprints and standard metrics, like
     those of the study itself."""
@@ -219,7 +222,7 @@ class DatasetResult:
     `steps` the number of training steps to the end or to the data set's early stop. `trained` is
     the SHA-256 (hex) of the weights that were evaluated, `protocol` the job's with automatic values
     resolved. `evaluations` has (step, score as a fraction) of validations during training, of which
-    `best_step` is the best, 0 without any.
+    `best_step` is the best, 0 without any. `threshold` is that of MULTI_LABEL, else None.
     """
 
     dataset: str
@@ -235,6 +238,8 @@ class DatasetResult:
     evaluations: Evaluations = ()
     best_step: int = 0
     """Step of the best of `evaluations`, 0 without any."""
+    threshold: float | None = None
+    """Smallest probability of a predicted label in MULTI_LABEL, else None."""
 
 
 def write_result(job: FinetuneJob, result: DatasetResult) -> None:
@@ -257,6 +262,8 @@ def write_result(job: FinetuneJob, result: DatasetResult) -> None:
             {"step": step, "score": score} for step, score in result.evaluations
         ]
         values["best_step"] = result.best_step
+    if result.threshold is not None:
+        values["threshold"] = result.threshold
     _write_json(place / RESULTS, values)
     (place / FAILED).unlink(missing_ok=True)
 
@@ -521,6 +528,7 @@ def read_result(path: Path) -> Result | None:
             test=_build_split(file, family, dataset, "test", checked["test"]),
             evaluations=evaluations,
             best_step=checked.get("best_step", 0),
+            threshold=checked.get("threshold"),
             scores_only=all(
                 isinstance(part, dict) and part.keys() <= {"score", "scores_i"}
                 for part in values.values()

@@ -181,10 +181,7 @@ def build_summary(
 
 
 def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[str]:
-    """Return the metrics of --metrics that every finished run of `members` has.
-
-    The threshold of MULTI_LABEL is no score, and left out.
-    """
+    """Return the metrics of --metrics that every finished run of `members` has."""
     metrics = [] if metrics_option == "standard" else [PAPER_SCORE]
     if metrics_option != "paper":
         finished = [
@@ -193,7 +190,7 @@ def _select_metrics(members: Sequence[ScoreCell], metrics_option: str) -> list[s
         metrics += [
             name
             for name in (finished[0] if finished else ())
-            if name != "threshold" and all(name in of_run for of_run in finished)
+            if all(name in of_run for of_run in finished)
         ]
     return metrics
 

@@ -112,6 +112,8 @@ class FinetuneTask(ABC):
     """
 
     family: ClassVar[TaskFamily]
+    threshold: float | None = None
+    """Smallest probability of a predicted label in MULTI_LABEL, else None."""
 
     def __init__(self, dataset: "Dataset", protocol: FinetuneConfig) -> None:
         self.dataset = dataset

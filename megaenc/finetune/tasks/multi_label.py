@@ -76,9 +76,9 @@ class MultiLabel(Classification):
     ) -> Scores:
         """Return the Scores of the model on a split: micro and macro F1.
 
-        The metrics are `micro_f1`, which is the score, `macro_f1` and, with --threshold auto,
-        `threshold`. There are no scores of single examples: `scores_i` and `metrics_i` are empty.
-        The baseline predicts only the split's most frequent label. The model is left in eval mode.
+        The metrics are `micro_f1`, which is the score, and `macro_f1`. There are no scores of
+        single examples: `scores_i` and `metrics_i` are empty. The baseline predicts only the
+        split's most frequent label. The model is left in eval mode.
 
         Args:
             data: Result of `encode`, at least one text.
@@ -94,9 +94,6 @@ class MultiLabel(Classification):
         metrics = compute_f1(gold, predicted)
         baseline = compute_f1(gold, most_frequent)
         baseline = {"score": baseline["micro_f1"], **baseline}
-        if self.protocol.threshold == "auto":
-            metrics["threshold"] = self.threshold
-            baseline["threshold"] = MultiLabel.threshold
         collapsed = None
         if (predicted == predicted[0]).all() and not (gold == gold[0]).all():
             names = [self.label_names[index] for index in np.flatnonzero(predicted[0])]

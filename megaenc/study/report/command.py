@@ -309,7 +309,6 @@ def _group_by_standard_metric(results: Sequence[Result]) -> dict[str, list[Resul
         if result.test is not None and result.family not in STANDARD_METRICS:
             for name in result.test.metrics:
                 families[name].add(result.family)
-    families.pop("threshold", None)  # of MULTI_LABEL, which is no score
     results_by_metric = {
         name: [result for result in results if result.family in members]
         for name, members in families.items()

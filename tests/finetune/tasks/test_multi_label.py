@@ -18,14 +18,14 @@ EXAMPLES = [
 
 @pytest.fixture
 def evaluate(dataset, encoder, oracle):
-    """Return the scores of a model with the given logits, calibrated on them."""
+    """Return the task and scores of a model with the given logits, calibrated on them."""
 
     def run(logits, examples=EXAMPLES, **protocol):
         task = MultiLabel(dataset("abc"), FinetuneConfig(tokens_per_forward=20, **protocol))
         data = task.encode(examples, encoder)
         model = oracle(task, (data, np.array(logits)))
         task.calibrate(model, data)
-        return task.evaluate(model, data, examples)
+        return task, task.evaluate(model, data, examples)
 
     return run
 
@@ -43,7 +43,7 @@ def test_f1_is_scikit_learns(seed):
 
 
 def test_labels_are_predicted_from_even_odds(evaluate):
-    scores = evaluate([[2, -1, 0], [-1, -1, -1], [1, -0.1, -3], [-2, -1, 4]])
+    _, scores = evaluate([[2, -1, 0], [-1, -1, -1], [1, -0.1, -3], [-2, -1, 4]])
     assert scores.metrics == pytest.approx({"micro_f1": 2 / 3, "macro_f1": 22 / 45})
     assert scores.score == scores.metrics["micro_f1"] and scores.collapsed is None
     # Label a for each text: 3 of 4 right, 3 of 5 found
@@ -52,16 +52,17 @@ def test_labels_are_predicted_from_even_odds(evaluate):
 
 def test_the_threshold_with_the_best_score_is_chosen(evaluate):
     logits = np.where(GOLD, -1.0, -3.0)
-    assert evaluate(logits).score == 0
-    scores = evaluate(logits, threshold="auto")
+    task, scores = evaluate(logits)
+    assert scores.score == 0 and task.threshold == 0.5
+    task, scores = evaluate(logits, threshold="auto")
     between = np.mean(1 / (1 + np.exp([1.0, 3.0])))
-    assert scores.score == 1 and scores.metrics["threshold"] == pytest.approx(between)
+    assert scores.score == 1 and task.threshold == pytest.approx(between)
     assert scores.baseline.keys() == {"score", *scores.metrics}
 
 
 def test_a_threshold_is_found_between_large_logits(evaluate):
-    scores = evaluate(np.where(GOLD, 20.0, 18.0), threshold="auto")
-    assert scores.score == 1 and scores.metrics["threshold"] > 0.99999
+    task, scores = evaluate(np.where(GOLD, 20.0, 18.0), threshold="auto")
+    assert scores.score == 1 and task.threshold > 0.99999
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -78,6 +79,6 @@ def test_no_threshold_is_better(seed):
 
 
 def test_constant_predictions_of_different_labels_are_a_collapse(evaluate):
-    assert evaluate([[1, -1, 1]] * 4).collapsed == "constant prediction a|c"
-    assert evaluate([[-1, -1, -1]] * 4).collapsed == "constant prediction of no label"
-    assert evaluate([[1, -1, 1]], EXAMPLES[:1]).collapsed is None
+    assert evaluate([[1, -1, 1]] * 4)[1].collapsed == "constant prediction a|c"
+    assert evaluate([[-1, -1, -1]] * 4)[1].collapsed == "constant prediction of no label"
+    assert evaluate([[1, -1, 1]], EXAMPLES[:1])[1].collapsed is None
