@@ -384,7 +384,7 @@ def _expand_entry(
             differences.append(parent.distinguishing_flags)
             if parent.key.schedule:
                 differences.append(f"after {parent.key.schedule}")
-        for text in _build_schedules(entry, steps):
+        for text in build_schedules(entry, steps):
             config = replace(run, objective_schedule=text, train_iters=steps, seed=base.seed)
             model_phases = tuple(
                 build_phases(config, _PLACEHOLDER_VOCAB_SIZE, expected_length_model(run))
@@ -413,7 +413,7 @@ def _expand_entry(
             )
 
 
-def _build_schedules(entry: ManifestEntry, steps: int) -> list[str]:
+def build_schedules(entry: ManifestEntry, steps: int) -> list[str]:
     """Return the objective schedules of an entry for runs of `steps` steps.
 
     The lengths of two phases are given in steps.

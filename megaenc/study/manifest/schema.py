@@ -23,8 +23,10 @@ from megaenc.study.manifest.expand import (
     expand_models,
     format_suggestion,
 )
+from megaenc.study.manifest.ladder import LadderEntry, build_ladder_entry, expand_ladder
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.pretrain_args import (
+    build_run_config,
     check_pretrain_flags,
     prefix_errors,
     resolve_flag_paths,
@@ -134,6 +136,8 @@ class Manifest:
     """Zero-shot retrieval with paths resolved; None if there is none."""
     embed_flags: Mapping[str, Any] = field(default_factory=dict)
     """Flags of contrastive training that the manifest sets."""
+    ladder: LadderEntry | None = None
+    """Sizes, budgets and objectives of a scaling law; None if there is none."""
 
     def model_keys(self) -> dict[str, ModelKey]:
         """Return the ModelKey of every evaluated checkpoint by its name in the study.
@@ -177,6 +181,7 @@ class _ManifestFile:
     pretrain: dict = field(default_factory=dict)
     corpus: dict = field(default_factory=dict)
     models: list = field(default_factory=list)
+    ladder: dict = field(default_factory=dict)
     finetune: dict = field(default_factory=dict)
     embed: dict = field(default_factory=dict)
     hardware: dict = field(default_factory=dict)
@@ -226,9 +231,9 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
     Raises:
         InputError: Values are missing or inconsistent.
     """
-    if not sections.models:
+    if not sections.models and not sections.ladder:
         raise InputError("field `models`: found none, expected a list of at least one entry")
-    if not sections.sizes:
+    if not sections.sizes and not sections.ladder:
         raise InputError(
             "field `sizes`: found none, expected names of sizes, each with flags such as "
             "`model: 610m`"
@@ -249,8 +254,19 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
         str(size): resolve_flag_paths(flag_values, data_dir)
         for size, flag_values in sections.sizes.items()
     }
-    models = expand_models(entries, sizes, resolve_flag_paths(sections.pretrain, data_dir))
+    pretrain = resolve_flag_paths(sections.pretrain, data_dir)
     corpus = _build_section(CorpusEntry(), sections.corpus, "corpus")
+    ladder = None
+    if sections.ladder:
+        ladder = build_ladder_entry(sections.ladder)
+        vocab_size = build_run_config(pretrain).shape.vocab_size or corpus.vocab_size
+        is_evaluated = bool(sections.finetune or sections.embed)
+        ladder_sizes, ladder_entries = expand_ladder(ladder, pretrain, vocab_size, is_evaluated)
+        for size in sizes.keys() & ladder_sizes.keys():
+            raise InputError(f"sizes: field `{size}`: found a size of `ladder`, expected another")
+        sizes |= ladder_sizes
+        entries += ladder_entries
+    models = expand_models(entries, sizes, pretrain)
     if corpus.demo and corpus.text:
         raise InputError("corpus: found `demo` together with `text`, expected one of them")
     for name in ("data_path", "tokenizer"):
@@ -282,6 +298,7 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
         hardware=hardware,
         embed=embed,
         embed_flags=embed_flags,
+        ladder=ladder,
     )
     _check_log_names(manifest)
     return manifest
