@@ -87,6 +87,9 @@ class LadderEntry:
     """sizes at which rates are tried; default: the smallest and the middle one"""
     eval_tokens: PositiveInt = 65_536
     """held-out tokens of a validation, the same for all sizes"""
+    points: tuple[str, ...] = ()
+    """files ladder-points.csv of earlier reports, for runs that have no directory; relative to the
+    manifest or to --data"""
 
 
 @dataclass(frozen=True)
@@ -250,7 +253,7 @@ def plan_size(
     }
     config = build_run_config({**pretrain, **size_flags})
     parameters = count_parameters(config.shape, vocab_size)
-    size_flags["lr"] = _round(0.003239 - 0.0001395 * math.log(parameters))
+    size_flags["lr"] = peak_rate(parameters)
     seq_length = config.data.seq_length
     lengths = [math.log(budget / (6 * parameters)) for budget in ladder.budgets] or [
         math.log(ratio * parameters) for ratio in ladder.tokens_per_parameter
@@ -283,6 +286,11 @@ def plan_size(
         )
     size_flags["lr_warmup_iters"] = round(_WARMUP_FRACTION * fewest)
     return LadderSize(name, size_flags, tuple(steps))
+
+
+def peak_rate(parameters: int) -> float:
+    """Return the peak learning rate of the rule for a number of parameters."""
+    return _round(0.003239 - 0.0001395 * math.log(parameters))
 
 
 def count_parameters(shape: ModelConfig, vocab_size: int) -> int:

@@ -32,6 +32,12 @@ from megaenc.study.report.figures.registry import (
     published_flops_by_model,
 )
 from megaenc.study.report.html import ReportPage, render_page
+from megaenc.study.report.ladder import (
+    build_ladder_figures,
+    build_ladder_tables,
+    describe_missing_fits,
+    fit_ladder,
+)
 from megaenc.study.report.methods import Fact
 from megaenc.study.report.missing_results import find_missing_results
 from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
@@ -55,6 +61,7 @@ from megaenc.study.results.evidence import (
     describe_missing_scores,
 )
 from megaenc.study.results.groups import STANDARD_METRICS
+from megaenc.study.results.ladder import LadderRun, read_ladder_runs
 from megaenc.study.results.pretrain_runs import (
     TrainedRun,
     flops_by_model,
@@ -88,6 +95,8 @@ class ReportConfig:
     study"""
     runs: str = ""
     """directory of the pretraining run directories, for loss curves, FLOPs, tokens and hours"""
+    data: str = ""
+    """directory that relative paths of the manifest start from; default: the manifest's own"""
     output: str = "report"
     """directory to write to; an earlier report in it is replaced"""
     published: bool = False
@@ -142,6 +151,8 @@ class ReportInputs:
     """tables of missing runs"""
     notices: Sequence[str] = ()
     """sentences on missing runs"""
+    ladder: Sequence[LadderRun] = ()
+    """finished runs of the manifest's ladder"""
 
 
 def build_report(config: ReportConfig) -> ReportPage:
@@ -156,18 +167,28 @@ def build_report(config: ReportConfig) -> ReportPage:
     inputs = read_published_inputs(config) if config.published else read_study_inputs(config)
     evidence = inputs.evidence
     zero_shot = inputs.zero_shot
-    figures = build_figures(evidence, inputs.runs, inputs.flops, inputs.published)
+    has_scores = bool(evidence.scores or zero_shot or not inputs.ladder)
+    figures = []
+    if has_scores:
+        figures = build_figures(evidence, inputs.runs, inputs.flops, inputs.published)
     notices = list(inputs.notices)
+    fits = fit_ladder(inputs.ladder)
+    if fits:
+        figures[:0] = map(ReportFigure, build_ladder_figures(fits))
+        notices += describe_missing_fits(fits)
     if zero_shot:
         figures.append(ReportFigure(build_zero_shot_figure(zero_shot, config.interval)))
         notices += filter(None, [zero_shot.describe_missing()])
     with ProgressLine("testing claims", total=None, closing=False) as progress:
         progress.update(0)
         zero_shot_evidence = zero_shot.build_evidence(config.interval) if zero_shot else None
-        verdicts = judge(
-            evidence, noise=parse_run_noise(config.run_noise), zero_shot=zero_shot_evidence
-        )
+        verdicts = []
+        if has_scores:
+            verdicts = judge(
+                evidence, noise=parse_run_noise(config.run_noise), zero_shot=zero_shot_evidence
+            )
         tables = [
+            *build_ladder_tables(inputs.ladder, fits),
             *build_score_tables(evidence, inputs.published),
             *build_standard_metric_tables(evidence, inputs.standard),
             *(build_zero_shot_tables(zero_shot, config.interval) if zero_shot else []),
@@ -175,12 +196,12 @@ def build_report(config: ReportConfig) -> ReportPage:
             *build_diagnostic_tables(evidence),
             *inputs.checks,
         ]
-    has_grid = not zero_shot or evidence.grids or evidence.scope.datasets
+    has_grid = has_scores and (not zero_shot or evidence.grids or evidence.scope.datasets)
     return ReportPage(
         title=inputs.title,
         lead=inputs.lead,
         verdicts=verdicts,
-        published=judge(inputs.published) if inputs.published is not None else [],
+        published=judge(inputs.published) if verdicts and inputs.published is not None else [],
         figures=figures,
         tables=tables,
         scores=format_scores_csv([evidence, *inputs.standard]),
@@ -225,22 +246,26 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
         InputError: `config` names no results, a file is invalid or has nothing to report, or no
             result is of the manifest's models and grid.
     """
-    if not config.results:
+    scope = StudyScope()
+    title = "Results of a study"
+    manifest = None
+    if config.manifest:
+        from megaenc.study.manifest.schema import read_manifest
+
+        manifest = read_manifest(config.manifest, config.data or None)
+        scope = build_scope(manifest)
+        title = manifest.title or title
+    ladder = manifest.ladder if manifest else None
+    if not config.results and not ladder:
         raise InputError(
             "--results: missing, expected a results directory (or --published for the study's "
             "published tables)"
         )
-    scope = StudyScope()
-    title = "Results of a study"
-    if config.manifest:
-        from megaenc.study.manifest.schema import read_manifest
-
-        manifest = read_manifest(config.manifest)
-        scope = build_scope(manifest)
-        title = manifest.title or title
-    zero_shot = read_zero_shot(Path(config.results).parent / EmbedStage.subfolder, scope)
-    is_zero_shot_only = zero_shot is not None and not Path(config.results).exists()
-    existing = [] if is_zero_shot_only else read_result_tree(config.results)
+    zero_shot = None
+    if config.results:
+        zero_shot = read_zero_shot(Path(config.results).parent / EmbedStage.subfolder, scope)
+    has_results = bool(config.results) and (zero_shot is None or Path(config.results).exists())
+    existing = read_result_tree(config.results) if has_results else []
     results = drop_unprinted_results(existing) or existing
     models = list(
         dict.fromkeys(
@@ -249,7 +274,7 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
     )
     model_keys = resolve_model_keys(sorted(models), scope.model_keys)
     evidence = build_evidence(results, model_keys.get, PAPER_SCORE, config.interval, scope)
-    if not is_zero_shot_only:
+    if has_results:
         _check_results(evidence, results, models, config)
     runs = read_runs(Path(config.runs)) if config.runs else {}
     if runs:
@@ -258,10 +283,11 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
         flops = {}
     else:
         flops = published_flops_by_model(evidence)
+    ladder_runs = read_ladder_runs(manifest, runs, evidence) if ladder else []
     dropped = len(existing) - len(results)
     facts = [
-        *methods.read_notes(Path(config.results), config.about),
-        *([] if is_zero_shot_only else methods.finetuning_facts(results, evidence)),
+        *methods.read_notes(Path(config.results or config.runs), config.about),
+        *(methods.finetuning_facts(results, evidence) if has_results else []),
         *(zero_shot_facts(zero_shot) if zero_shot else []),
         *methods.pretraining_facts(runs),
         (
@@ -292,6 +318,7 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
         published=published(),
         checks=checks,
         notices=notices,
+        ladder=ladder_runs,
     )
 
 

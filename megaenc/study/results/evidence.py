@@ -37,6 +37,7 @@ from megaenc.study.results.groups import (
     dataset_label,
     datasets_by_family,
     group_by_setup,
+    is_average,
     reference_mask_ratio,
     sort_sizes,
 )
@@ -494,6 +495,15 @@ def _read_example_scores(paths: Mapping[int, Path], metric: str) -> dict[int, np
             return {}
         scores[seed] = np.array(values, dtype=np.float32)
     return scores
+
+
+def headline_datasets(evidence: Evidence) -> dict[str, str]:
+    """Return the name of the data set that figures show, by code of the task family.
+
+    It is the average if there is one (the first of several), else the first data set.
+    """
+    sets = datasets_by_family(evidence.datasets())
+    return {family: next(filter(is_average, names), names[0]) for family, names in sets.items()}
 
 
 def describe_missing_scores(evidence: Evidence) -> str:

@@ -169,7 +169,7 @@ def fit_scaling_law(
     token_origin = np.log(tokens).mean()
     coordinates = np.stack([np.log(sizes) - size_origin, np.log(tokens) - token_origin])
     best = _fit_from_starts(coordinates, losses, delta)
-    groups = _group_points(points, _budget_indices(flops))
+    groups = _group_points(points, budget_indices(flops))
     random = np.random.default_rng(seed)
     solutions = np.empty((5, resamples))
     for index in range(resamples):
@@ -260,7 +260,7 @@ def _minimise_huber(
     return solution, float(state["fvec"] @ state["fvec"]) / 2
 
 
-def _budget_indices(flops: np.ndarray) -> np.ndarray:
+def budget_indices(flops: np.ndarray) -> np.ndarray:
     """Return the index of each run's budget, int[n]; budgets ascend."""
     order = np.argsort(flops)
     is_first = flops[order[1:]] > _SAME_BUDGET * flops[order[:-1]]
@@ -323,7 +323,7 @@ def fit_isoflop(
     tokens = np.log([point.tokens for point in points])
     flops = np.array([point.flops for point in points])
     losses = np.array([point.loss for point in points])
-    indices = _budget_indices(flops)
+    indices = budget_indices(flops)
     budgets = []
     optima = []
     residuals = []

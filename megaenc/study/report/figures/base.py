@@ -13,13 +13,11 @@ from typing import Any, Literal
 
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import describe_intervals
-from megaenc.study.results.evidence import Evidence
+from megaenc.study.results.evidence import Evidence, headline_datasets
 from megaenc.study.results.groups import (
     AVERAGE,
     FAMILY_LABELS,
     dataset_label,
-    datasets_by_family,
-    is_average,
 )
 from megaenc.viz.style import BLUE, GREEN, ORANGE, format_count_ticks
 
@@ -126,15 +124,6 @@ class FigureSpec:
 
 FigureSeries = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, ModelKey]]]]
 """Name, (colour, marker) and (x position, model) pairs of each line."""
-
-
-def headline_datasets(evidence: Evidence) -> dict[str, str]:
-    """Return the name of the data set that figures show, by code of the task family.
-
-    It is the average if there is one (the first of several), else the first data set.
-    """
-    sets = datasets_by_family(evidence.datasets())
-    return {family: next(filter(is_average, names), names[0]) for family, names in sets.items()}
 
 
 def build_family_figure(

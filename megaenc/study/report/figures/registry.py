@@ -16,11 +16,10 @@ from megaenc.study.report.figures.base import (
     FigurePoint,
     FigureSpec,
     has_published_lines,
-    headline_datasets,
     panel_title,
 )
 from megaenc.study.report.score_tables import rate_sensitivity
-from megaenc.study.results.evidence import Evidence
+from megaenc.study.results.evidence import Evidence, headline_datasets
 from megaenc.study.results.groups import objective_name
 from megaenc.study.results.pretrain_runs import TrainedRun, published_model_flops
 from megaenc.viz.run_metrics import held_out_curves
