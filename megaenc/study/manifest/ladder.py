@@ -2,14 +2,15 @@
 
 Each objective is trained at several sizes and budgets. One number, the depth, gives the size:
 
-- Width is 64 times the depth, with heads of 64 and a SwiGLU layer 8/3 times as wide, up to a
-  multiple of 64. Loss depends little on the ratio of the two (Kaplan et al., 2001.08361).
+- A model has as many heads as layers, each 64 wide, and a SwiGLU layer 8/3 as wide as the model, up
+  to a multiple of 64. Loss depends little on the ratio of width and depth (Kaplan et al.,
+  2001.08361).
 - The peak learning rate is 0.003239 - 0.0001395 ln N (Kaplan et al., equation D.1): 1.3e-3 for a
   million parameters, 3.5e-4 for a billion.
 - The standard deviation of initial weights is sqrt(2 / (5 width)) (Nguyen and Salazar, 1910.05895):
   0.02 at a width of 1,000.
 - A step has 0.58 D^0.571 tokens (Step Law, Li et al., 2503.04715), as a power of two of packs. D is
-  the geometric mean of the tokens that 6 N D FLOPs allow at the lowest and the highest budget.
+  the geometric mean of the tokens that 6 N D FLOPs allow at the size's lowest and highest budget.
 - Warm-up is a tenth of the shortest run, and the decay a fifth of each (Haegele et al.,
   2405.18392), so that runs of a size share the steps before their decays.
 """
@@ -21,10 +22,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaenc import flags
-from megaenc.console import truncate_text
+from megaenc.console import format_number, truncate_text
 from megaenc.errors import InputError
 from megaenc.estimate.work import build_phases
-from megaenc.flags import Fraction, PositiveFloat, PositiveFraction, PositiveInt
+from megaenc.flags import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+)
 from megaenc.model.config import ModelConfig
 from megaenc.study.manifest.expand import ManifestEntry, build_schedules, expected_length_model
 from megaenc.study.manifest.pretrain_args import build_run_config
@@ -34,7 +41,7 @@ LADDER = "ladder"
 """Group of the models whose losses are fitted."""
 TRIED_RATES = "ladder, other rates"
 """Group of the models with other learning rates than the rule's."""
-_WIDTH_PER_LAYER = 64
+_FFN_MULTIPLE = 64
 _WARMUP_FRACTION = 0.1
 _DECAY_FRACTION = 0.2
 _COUNTED_STEPS = 10_000  # of the schedule whose FLOPs per step are counted
@@ -74,6 +81,11 @@ class LadderEntry:
     """training FLOPs of a run, the same for all sizes and objectives"""
     tokens_per_parameter: tuple[PositiveFloat, ...] = ()
     """training tokens of a run by parameter, instead of `budgets`"""
+    ratio_range: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 1e9)
+    """lowest and highest tokens per parameter, budget / (6 N^2); a size has the budgets within"""
+    head_width: PositiveInt = 64
+    """width of a head, and so of a model per layer; less gives more sizes below a million
+    parameters"""
     objectives: list = field(default_factory=list)
     """recipes as {clm_share: 0.25, mask: 0.3} or {schedule: ...}, with rate_factor if its peak rate
     is not that of the rule"""
@@ -240,12 +252,12 @@ def plan_size(
     Raises:
         InputError: A run would have no step.
     """
-    width = _WIDTH_PER_LAYER * depth
+    width = ladder.head_width * depth
     name = f"d{depth}"
     size_flags = {
         "num_layers": depth,
         "hidden_size": width,
-        "ffn_hidden_size": math.ceil(8 * width / 3 / _WIDTH_PER_LAYER) * _WIDTH_PER_LAYER,
+        "ffn_hidden_size": math.ceil(8 * width / 3 / _FFN_MULTIPLE) * _FFN_MULTIPLE,
         "num_attention_heads": depth,
         "num_query_groups": depth,
         "init_method_std": _round(math.sqrt(0.4 / width)),
@@ -255,10 +267,16 @@ def plan_size(
     parameters = count_parameters(config.shape, vocab_size)
     size_flags["lr"] = peak_rate(parameters)
     seq_length = config.data.seq_length
-    lengths = [math.log(budget / (6 * parameters)) for budget in ladder.budgets] or [
-        math.log(ratio * parameters) for ratio in ladder.tokens_per_parameter
-    ]
-    tokens = math.exp((lengths[0] + lengths[-1]) / 2)
+    low, high = ladder.ratio_range
+    budgets = [budget for budget in ladder.budgets if low <= budget / (6 * parameters**2) <= high]
+    lengths = [budget / (6 * parameters) for budget in budgets]
+    lengths += [ratio * parameters for ratio in ladder.tokens_per_parameter]
+    if not lengths:
+        raise InputError(
+            f"ladder: field `ratio_range`: found {low:g} to {high:g}, which no budget of {name} "
+            f"meets ({format_number(parameters)} parameters); expected another range, or budgets"
+        )
+    tokens = math.sqrt(lengths[0] * lengths[-1])
     packs = 2 ** max(0, round(math.log2(0.58 * tokens**0.571 / seq_length)))
     size_flags["global_batch_size"] = packs
     micro_batch_size = config.micro_batch_size
@@ -270,8 +288,8 @@ def plan_size(
     for objective in ladder.objectives:
         entry = replace(_build_entry(objective, LadderSize(name, size_flags, ())), place="")
         step_flops = _count_step_flops(entry, config, vocab_size)
-        if ladder.budgets:
-            counts = [round(budget / step_flops) for budget in ladder.budgets]
+        if budgets:
+            counts = [round(budget / step_flops) for budget in budgets]
         else:
             tokens_per_step = packs * seq_length
             counts = [
