@@ -34,7 +34,7 @@ from megaenc.flags import (
 )
 from megaenc.model.config import ModelConfig
 from megaenc.study.manifest.expand import ManifestEntry, build_schedules, expected_length_model
-from megaenc.study.manifest.pretrain_args import build_run_config
+from megaenc.study.manifest.pretrain_args import build_run_config, prefix_errors
 from megaenc.training.config import PretrainConfig
 
 LADDER = "ladder"
@@ -285,9 +285,10 @@ def plan_size(
     size_flags["eval_iters"] = max(1, ladder.eval_tokens // (packs * seq_length))
     config = build_run_config({**pretrain, **size_flags})
     steps = []
-    for objective in ladder.objectives:
-        entry = replace(_build_entry(objective, LadderSize(name, size_flags, ())), place="")
-        step_flops = _count_step_flops(entry, config, vocab_size)
+    for index, objective in enumerate(ladder.objectives, 1):
+        entry = _build_entry(objective, LadderSize(name, size_flags, ()))
+        with prefix_errors(f"ladder: objectives, entry {index}"):
+            step_flops = _count_step_flops(entry, config, vocab_size)
         if budgets:
             counts = [round(budget / step_flops) for budget in budgets]
         else:

@@ -20,7 +20,8 @@ from megaenc.atomic_io import atomic_files
 from megaenc.console import format_count, format_duration, print_rank_0, silence_libraries
 from megaenc.errors import InputError, handle_command_errors
 from megaenc.output_paths import check_output_file, create_parent_with_rollback
-from megaenc.study.manifest.schema import read_manifest
+from megaenc.study.manifest.ladder import LADDER, count_parameters
+from megaenc.study.manifest.schema import Manifest, read_manifest
 from megaenc.study.plan.cost import StudyCost, compute_study_cost
 from megaenc.study.plan.dag import StageGraph, build_graph
 from megaenc.study.plan.render_dag import draw_graph, format_tree
@@ -53,7 +54,10 @@ def format_plan(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     """
     manifest = graph.manifest
     yield f"{manifest.title or manifest.path}: {_format_counts(graph)}"
-    parts = [format_tree(graph), _format_pretraining(graph, cost)]
+    parts = [format_tree(graph)]
+    if manifest.ladder:
+        parts.append(_format_ladder(manifest))
+    parts.append(_format_pretraining(graph, cost))
     if graph.grids:
         parts.append(_format_finetuning(graph, cost))
     if graph.embeds:
@@ -109,6 +113,21 @@ def _format_pretraining(graph: StageGraph, cost: StudyCost) -> Iterator[str]:
     if hardware.source:
         line += f"; {hardware.source}"
     yield line
+
+
+def _format_ladder(manifest: Manifest) -> Iterator[str]:
+    """Yield the table of a ladder's sizes, by the rule of the section."""
+    yield "ladder   parameters  width  peak rate  tokens a step  tokens per parameter"
+    models = [model for model in manifest.models if model.group == LADDER]
+    for size in dict.fromkeys(model.key.size for model in models):
+        members = [model for model in models if model.key.size == size]
+        config = members[0].config
+        parameters = count_parameters(config.shape, manifest.vocab_size(members[0]))
+        step = config.global_batch_size * config.data.seq_length
+        ratios = sorted(model.steps * step / parameters for model in members)
+        columns = f"{_format_scaled(parameters):>11}  {config.shape.hidden_size:>5,}"
+        columns += f"  {config.learning_rate.lr:>9.3g}  {step:>13,}"
+        yield f"{size:<7} {columns}  {ratios[0]:.3g} to {ratios[-1]:.3g}"
 
 
 def _format_finetuning(graph: StageGraph, cost: StudyCost) -> Iterator[str]:

@@ -77,6 +77,16 @@ def test_tokens_per_parameter(tmp_path):
         assert min(abs(ratio / 2 - 1), abs(ratio / 8 - 1)) < 0.02
 
 
+def test_a_size_has_the_budgets_within_its_ratios(tmp_path):
+    # budget / (6 N^2) is 1.8 and 7.4, 0.37 and 1.5, 0.09 and 0.37
+    manifest = read_ladder(tmp_path, ratio_range=[0.36, 5])
+    steps = defaultdict(set)
+    for model in manifest.models:
+        if model.key.clm_share == 1:
+            steps[model.key.size].add(model.steps)
+    assert {size: len(counts) for size, counts in steps.items()} == {"d2": 1, "d3": 2, "d4": 1}
+
+
 def test_decays_branch_off_one_trunk_of_a_size(tmp_path):
     changes = BASE | {"ladder": LADDER_KEYS}
     runs = graph(tmp_path, **changes).runs
@@ -128,9 +138,14 @@ def test_models_of_a_ladder_are_evaluated_if_anything_is(tmp_path):
         ({}, {"objectives": []}, "field `objectives`: found none"),
         ({}, {"objectives": ["clm"]}, "objectives, entry 1: found 'clm'"),
         ({}, {"objectives": [{"msk": 0.3}]}, "objectives, entry 1: unknown field `msk`"),
-        ({}, {"objectives": [{"clm_share": 0.5}]}, "ladder: field `mask`: missing"),
+        (
+            {},
+            {"objectives": [{"clm_share": 0.5}]},
+            "ladder: objectives, entry 1: field `mask`: missing",
+        ),
         ({}, {"depths": [2, 2]}, "field `depths`: found 2 twice"),
         ({}, {"budgets": [1e6]}, "a run of d2 has no step of"),
+        ({}, {"ratio_range": [1e3, 1e4]}, "which no budget of d2 meets (950,912 parameters)"),
         ({}, {"seeds": 2, "seed_depths": [5]}, "field `seed_depths`: found 5"),
         ({}, {"rate_depths": [1]}, "field `rate_depths`: found 1"),
         ({"lr": 1e-3}, {}, "pretrain: field `lr`: found together with `ladder`"),
