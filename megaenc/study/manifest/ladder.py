@@ -118,9 +118,10 @@ class LadderSize:
 
 
 def build_ladder_entry(values: Mapping[str, Any]) -> LadderEntry:
-    """Return the section `ladder` of a manifest with its objectives as LadderObjectives.
+    """Return the checked section `ladder` of a manifest.
 
-    Depths and budgets are ascending, and `seed_depths` and `rate_depths` filled in.
+    Objectives become LadderObjectives. Depths and budgets are ascending, and `seed_depths` and
+    `rate_depths` filled in.
 
     Args:
         values: Values of the section by key.

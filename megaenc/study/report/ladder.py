@@ -126,7 +126,7 @@ def _starts_measure(rows: Sequence[TableRow], fit: LadderFit) -> bool:
 
 
 def _format_interval(value: float, resamples: np.ndarray) -> str:
-    """Format an estimate with the interval of its resamples, such as `0.348 [0.31, 0.39]`."""
+    """Format an estimate with its interval, such as `0.348 [0.31, 0.39]`."""
     if math.isnan(value):
         return ""
     low, high = percentile_interval(np.asarray(resamples))
@@ -224,7 +224,7 @@ def _build_crossing_table(fits: Sequence[LadderFit]) -> Table:
 
 
 def _build_rate_table(runs: Sequence[LadderRun]) -> Table:
-    """Build the table of losses by peak learning rate, of sizes at which several were tried."""
+    """Build the table of losses by peak rate, of sizes with several rates."""
     factors = sorted({run.rate_factor for run in runs})
     tried = {(run.size, run.objective) for run in runs if not run.is_fitted}
     rows = []
@@ -339,7 +339,7 @@ def _draw_envelope(fit: LadderFit, style: tuple[str, str]) -> Iterator[FigureLin
 
 
 def _draw_parabolas(fit: LadderFit) -> Iterator[FigureLine]:
-    """Yield the points of each budget, and its parabola if that has a minimum among them."""
+    """Yield the points of each budget, and its parabola if it has a minimum."""
     indices = budget_indices(np.array([point.flops for point in fit.points]))
     labels = [f"{flops:.1e} FLOPs" for flops in _geometric_means(fit.points, indices)]
     for index, (label, style) in enumerate(assign_styles(labels).items()):
@@ -349,7 +349,8 @@ def _draw_parabolas(fit: LadderFit) -> Iterator[FigureLine]:
         curve = ()
         if len(set(sizes)) > 2:
             parabola = np.polynomial.Polynomial.fit(sizes, [point.loss for point in points], 2)
-            square, minimum = parabola.convert().coef[2], parabola.deriv().roots()[0]
+            square = parabola.convert().coef[2]
+            minimum = parabola.deriv().roots()[0]
             if square > 0 and sizes.min() <= minimum <= sizes.max():
                 grid = np.linspace(sizes.min(), sizes.max(), _CURVE_POINTS)
                 curve = tuple(

@@ -94,7 +94,7 @@ def read_ladder_runs(
 def _build_run(
     manifest: Manifest, model: PlannedModel, run: TrainedRun, evidence: Evidence
 ) -> LadderRun:
-    """Return a finished run with the losses of its last validation and the errors of tasks."""
+    """Return a finished run with its held-out losses and errors of tasks."""
     losses = {}
     for row in run.validations:
         if row["step"] == model.steps:
@@ -180,7 +180,7 @@ def _read_points(path: Path) -> list[LadderRun]:
 
 
 def group_points(runs: Sequence[LadderRun], measure: str) -> dict[str, list[ScalingPoint]]:
-    """Return the points of the fitted runs that have a loss under `measure`, by objective."""
+    """Return the points of all fitted runs under a measure, by objective."""
     points = defaultdict(list)
     for run in runs:
         if run.is_fitted and measure in run.losses:

@@ -1,4 +1,4 @@
-"""The report on a ladder: laws that were planted are found, and earlier points are read."""
+"""The report on a ladder: planted laws are found, and earlier points are read."""
 
 import csv
 import json
