@@ -239,34 +239,9 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
             "`model: 610m`"
         )
     check_pretrain_flags("pretrain", sections.pretrain)
-    for size, flag_values in sections.sizes.items():
-        if not isinstance(flag_values, dict):
-            text = truncate_text(repr(flag_values))
-            raise InputError(
-                f"sizes: field `{size}`: found {text}, expected flags such as {{model: 610m}}"
-            )
-        check_pretrain_flags(f"sizes: {size}", flag_values)
-    entries = [
-        _build_entry(index, flag_values, data_dir)
-        for index, flag_values in enumerate(sections.models, 1)
-    ]
-    sizes = {
-        str(size): resolve_flag_paths(flag_values, data_dir)
-        for size, flag_values in sections.sizes.items()
-    }
-    pretrain = resolve_flag_paths(sections.pretrain, data_dir)
     corpus = _build_section(CorpusEntry(), sections.corpus, "corpus")
-    ladder = None
-    if sections.ladder:
-        ladder = build_ladder_entry(sections.ladder)
-        vocab_size = build_run_config(pretrain).shape.vocab_size or corpus.vocab_size
-        is_evaluated = bool(sections.finetune or sections.embed)
-        ladder_sizes, ladder_entries = expand_ladder(ladder, pretrain, vocab_size, is_evaluated)
-        for size in sizes.keys() & ladder_sizes.keys():
-            raise InputError(f"sizes: field `{size}`: found a size of `ladder`, expected another")
-        sizes |= ladder_sizes
-        entries += ladder_entries
-    models = expand_models(entries, sizes, pretrain)
+    ladder = build_ladder_entry(sections.ladder) if sections.ladder else None
+    models = _build_models(sections, ladder, corpus.vocab_size, data_dir)
     if corpus.demo and corpus.text:
         raise InputError("corpus: found `demo` together with `text`, expected one of them")
     for name in ("data_path", "tokenizer"):
@@ -280,7 +255,7 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
             "of the tokenizer"
         )
     hardware = _build_section(HardwareEntry(), sections.hardware, "hardware")
-    _check_hardware(hardware, sizes)
+    _check_hardware(hardware, {*map(str, sections.sizes), *(model.key.size for model in models)})
     grid = _build_grid(sections.finetune) if sections.finetune else None
     embed = None
     embed_flags = {}
@@ -302,6 +277,39 @@ def _build_manifest(path: Path, sections: _ManifestFile, data_dir: Path) -> Mani
     )
     _check_log_names(manifest)
     return manifest
+
+
+def _build_models(
+    sections: _ManifestFile, ladder: LadderEntry | None, vocab_size: int, data_dir: Path
+) -> tuple[PlannedModel, ...]:
+    """Return the models of the entries of `models` and of the ladder.
+
+    Raises:
+        InputError: Flags of a size, or an entry, are wrong.
+    """
+    sizes: dict[str, Mapping[str, Any]] = {}
+    for size, flag_values in sections.sizes.items():
+        if not isinstance(flag_values, dict):
+            text = truncate_text(repr(flag_values))
+            raise InputError(
+                f"sizes: field `{size}`: found {text}, expected flags such as {{model: 610m}}"
+            )
+        check_pretrain_flags(f"sizes: {size}", flag_values)
+        sizes[str(size)] = resolve_flag_paths(flag_values, data_dir)
+    entries = [
+        _build_entry(index, flag_values, data_dir)
+        for index, flag_values in enumerate(sections.models, 1)
+    ]
+    pretrain = resolve_flag_paths(sections.pretrain, data_dir)
+    if ladder:
+        vocab_size = build_run_config(pretrain).shape.vocab_size or vocab_size
+        is_evaluated = bool(sections.finetune or sections.embed)
+        ladder_sizes, ladder_entries = expand_ladder(ladder, pretrain, vocab_size, is_evaluated)
+        for size in sizes.keys() & ladder_sizes.keys():
+            raise InputError(f"sizes: field `{size}`: found a size of `ladder`, expected another")
+        sizes |= ladder_sizes
+        entries += ladder_entries
+    return expand_models(entries, sizes, pretrain)
 
 
 def _check_values(place: str, value: Any) -> None:
