@@ -82,7 +82,8 @@ class LadderEntry:
     tokens_per_parameter: tuple[PositiveFloat, ...] = ()
     """training tokens of a run by parameter, instead of `budgets`"""
     ratio_range: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 1e9)
-    """lowest and highest tokens per parameter, budget / (6 N^2); a size has the budgets within"""
+    """lowest and highest tokens per parameter; a size has the budgets within. The tokens of a
+    budget are budget / (6 N)"""
     head_width: PositiveInt = 64
     """width of a head, and so of a model per layer; less gives more sizes below a million
     parameters"""
@@ -100,8 +101,8 @@ class LadderEntry:
     eval_tokens: PositiveInt = 65_536
     """held-out tokens of a validation, the same for all sizes"""
     points: tuple[str, ...] = ()
-    """files ladder-points.csv of earlier reports, for runs that have no directory; relative to the
-    manifest or to --data"""
+    """files ladder-points.csv of earlier reports, whose runs are fitted too unless they have a
+    directory; relative to the manifest or to --data"""
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,12 @@ def build_ladder_entry(values: Mapping[str, Any]) -> LadderEntry:
                 "and mask"
             )
         objectives.append(flags.replace_fields(LadderObjective(), dict(recipe), source=place))
+        recipe = replace(objectives[-1], rate_factor=1.0)
+        if any(recipe == replace(earlier, rate_factor=1.0) for earlier in objectives[:-1]):
+            raise InputError(
+                f"{place}: found the recipe of an earlier entry, expected each once; "
+                "`rate_factors` tries other rates"
+            )
     depths = tuple(sorted(entry.depths))
     middle = depths[(len(depths) - 1) // 2]
     entry = replace(
@@ -200,10 +207,12 @@ def expand_ladder(
         sizes[size.name] = size.flags
         seeds = ladder.seeds if depth in ladder.seed_depths else 1
         for objective, steps in zip(ladder.objectives, size.steps, strict=True):
-            entry = _build_entry(objective, size)
+            lr = _round(objective.rate_factor * size.flags["lr"])
+            entry = replace(_build_entry(objective), size=(size.name,))
             entries.append(
                 replace(
                     entry,
+                    pretrain={} if lr == size.flags["lr"] else {"lr": lr},
                     steps=steps,
                     seed=tuple(range(1, seeds + 1)),
                     group=LADDER,
@@ -211,8 +220,7 @@ def expand_ladder(
                 )
             )
             factors = ladder.rate_factors if depth in ladder.rate_depths else ()
-            rate = entry.pretrain.get("lr", size.flags["lr"])
-            tried = tuple(_round(factor * rate) for factor in factors if factor != 1)
+            tried = tuple(_round(factor * lr) for factor in factors if factor != 1)
             if tried:
                 entries.append(
                     replace(
@@ -221,23 +229,29 @@ def expand_ladder(
                         peak_rate=tried,
                         group=TRIED_RATES,
                         evaluate=False,
-                        pretrain={},
                     )
                 )
     return sizes, entries
 
 
-def _build_entry(objective: LadderObjective, size: LadderSize) -> ManifestEntry:
-    """Return the entry of an objective at a size, without steps and group."""
-    lr = _round(objective.rate_factor * size.flags["lr"])
+def _build_entry(objective: LadderObjective) -> ManifestEntry:
+    """Return the entry of an objective, without size, steps and group."""
     return ManifestEntry(
-        size=(size.name,),
         clm_share=(objective.clm_share,) if objective.clm_share else (),
         mask=() if objective.mask is None else (objective.mask,),
         schedule=objective.schedule,
-        pretrain={} if lr == size.flags["lr"] else {"lr": lr},
         place="ladder",
     )
+
+
+def build_schedule(objective: LadderObjective, steps: int) -> str:
+    """Return the --objective-schedule of a run of `steps` steps with an objective.
+
+    Raises:
+        InputError: `objective` has MLM without a mask ratio.
+    """
+    [schedule] = build_schedules(_build_entry(objective), steps)
+    return schedule
 
 
 def _round(number: float) -> float:
@@ -269,9 +283,9 @@ def plan_size(
     size_flags["lr"] = peak_rate(parameters)
     seq_length = config.data.seq_length
     low, high = ladder.ratio_range
-    budgets = [budget for budget in ladder.budgets if low <= budget / (6 * parameters**2) <= high]
-    lengths = [budget / (6 * parameters) for budget in budgets]
+    lengths = [budget / (6 * parameters) for budget in ladder.budgets]
     lengths += [ratio * parameters for ratio in ladder.tokens_per_parameter]
+    lengths = [length for length in lengths if low <= length / parameters <= high]
     if not lengths:
         raise InputError(
             f"ladder: field `ratio_range`: found {low:g} to {high:g}, which no budget of {name} "
@@ -287,17 +301,11 @@ def plan_size(
     config = build_run_config({**pretrain, **size_flags})
     steps = []
     for index, objective in enumerate(ladder.objectives, 1):
-        entry = _build_entry(objective, LadderSize(name, size_flags, ()))
         with prefix_errors(f"ladder: objectives, entry {index}"):
-            step_flops = _count_step_flops(entry, config, vocab_size)
-        if budgets:
-            counts = [round(budget / step_flops) for budget in budgets]
-        else:
-            tokens_per_step = packs * seq_length
-            counts = [
-                round(ratio * parameters / tokens_per_step) for ratio in ladder.tokens_per_parameter
-            ]
-        steps.append(tuple(counts))
+            step_flops = _count_step_flops(objective, config, vocab_size)
+        # steps of the rule's 6 N D FLOPs, or of the tokens
+        step_tokens = step_flops / (6 * parameters) if ladder.budgets else packs * seq_length
+        steps.append(tuple(round(length / step_tokens) for length in lengths))
     fewest = min(counts[0] for counts in steps)
     if fewest < 1:
         raise InputError(
@@ -322,9 +330,9 @@ def count_parameters(shape: ModelConfig, vocab_size: int) -> int:
     return shape.parameter_count(vocab_size) - embedding
 
 
-def _count_step_flops(entry: ManifestEntry, config: PretrainConfig, vocab_size: int) -> float:
-    """Return the mean FLOPs of a step of an entry's schedule, forward and backward."""
-    [schedule] = build_schedules(entry, _COUNTED_STEPS)
+def _count_step_flops(objective: LadderObjective, config: PretrainConfig, vocab_size: int) -> float:
+    """Return the mean FLOPs of an objective's steps, forward and backward."""
+    schedule = build_schedule(objective, _COUNTED_STEPS)
     run = replace(config, objective_schedule=schedule, train_iters=_COUNTED_STEPS)
     flops = sum(
         steps * phase.passes * work.flops(config.shape, vocab_size)

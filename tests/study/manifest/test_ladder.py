@@ -143,6 +143,16 @@ def test_models_of_a_ladder_are_evaluated_if_anything_is(tmp_path):
             {"objectives": [{"clm_share": 0.5}]},
             "ladder: objectives, entry 1: field `mask`: missing",
         ),
+        (
+            {},
+            {"objectives": [{"mask": 0.3}, {"mask": 0.3, "rate_factor": 2}]},
+            "objectives, entry 2: found the recipe of an earlier entry",
+        ),
+        (
+            {},
+            {"budgets": [], "tokens_per_parameter": [2, 8], "ratio_range": [10, 20]},
+            "field `ratio_range`: found 10 to 20, which no budget of d2 meets",
+        ),
         ({}, {"depths": [2, 2]}, "field `depths`: found 2 twice"),
         ({}, {"budgets": [1e6]}, "a run of d2 has no step of"),
         ({}, {"ratio_range": [1e3, 1e4]}, "which no budget of d2 meets (950,912 parameters)"),
