@@ -23,7 +23,13 @@ from megaenc.study.manifest.expand import (
     expand_models,
     format_suggestion,
 )
-from megaenc.study.manifest.ladder import LadderEntry, build_ladder_entry, expand_ladder
+from megaenc.study.manifest.ladder import (
+    LADDER,
+    TRIED_RATES,
+    LadderEntry,
+    build_ladder_entry,
+    expand_ladder,
+)
 from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.pretrain_args import (
     build_run_config,
@@ -302,6 +308,12 @@ def _build_models(
     ]
     pretrain = resolve_flag_paths(sections.pretrain, data_dir)
     if ladder:
+        for index, entry in enumerate(entries, 1):
+            if entry.group in (LADDER, TRIED_RATES):
+                raise InputError(
+                    f"models, entry {index}: field `group`: found {entry.group}, a group of the "
+                    "section `ladder`; expected another"
+                )
         vocab_size = build_run_config(pretrain).shape.vocab_size or vocab_size
         is_evaluated = bool(sections.finetune or sections.embed)
         ladder_sizes, ladder_entries = expand_ladder(ladder, pretrain, vocab_size, is_evaluated)
