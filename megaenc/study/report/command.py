@@ -284,6 +284,11 @@ def read_study_inputs(config: ReportConfig) -> ReportInputs:
     else:
         flops = published_flops_by_model(evidence)
     ladder_runs = read_ladder_runs(manifest, runs, evidence) if ladder else []
+    if ladder and not (ladder_runs or has_results or zero_shot):
+        raise InputError(
+            f"--runs: found no finished run of the ladder of {config.manifest}"
+            f"{f' in {config.runs}' if config.runs else ''}, expected at least one"
+        )
     dropped = len(existing) - len(results)
     facts = [
         *methods.read_notes(Path(config.results or config.runs), config.about),
