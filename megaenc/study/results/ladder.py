@@ -10,14 +10,20 @@ from pathlib import Path
 from megaenc.errors import InputError
 from megaenc.json_files import read_regular_file
 from megaenc.study.manifest.expand import PlannedModel
-from megaenc.study.manifest.ladder import LADDER, TRIED_RATES, count_parameters, peak_rate
-from megaenc.study.manifest.model_key import ModelKey
+from megaenc.study.manifest.ladder import (
+    LADDER,
+    TRIED_RATES,
+    LadderObjective,
+    build_schedule,
+    count_parameters,
+    peak_rate,
+)
 from megaenc.study.manifest.schema import Manifest
 from megaenc.study.results.evidence import Evidence, headline_datasets
-from megaenc.study.results.groups import format_percent, objective_name
+from megaenc.study.results.groups import format_percent
 from megaenc.study.results.pretrain_runs import TrainedRun
 from megaenc.study.stats.scaling import ScalingPoint
-from megaenc.viz.run_metrics import is_pseudo_perplexity, training_seconds
+from megaenc.viz.run_metrics import training_seconds
 
 POINT_COLUMNS = {
     "Model": "name",
@@ -64,9 +70,9 @@ class LadderRun:
 def read_ladder_runs(
     manifest: Manifest, runs: Mapping[str, TrainedRun], evidence: Evidence
 ) -> list[LadderRun]:
-    """Return the finished runs of a manifest's ladder, in the order of its models.
+    """Return the finished runs of a manifest's ladder, after those of its files `points`.
 
-    Runs without a directory are taken from the files `points` of the ladder.
+    A finished run takes the place of a point of its name.
 
     Args:
         runs: Pretraining runs by name, of `read_runs`.
@@ -75,20 +81,16 @@ def read_ladder_runs(
     Raises:
         InputError: A file `points` cannot be read or has a wrong value.
     """
-    earlier: dict[str, LadderRun] = {}
+    result: dict[str, LadderRun] = {}
     for path in manifest.ladder.points:
         for point in _read_points(manifest.data_dir / path):
-            earlier[point.name] = point
-    result = []
+            result[point.name] = point
     for model in manifest.models:
-        if model.group not in (LADDER, TRIED_RATES):
-            continue
         run = runs.get(model.name)
-        if run is not None and run.steps[-1]["step"] == model.steps:
-            result.append(_build_run(manifest, model, run, evidence))
-        elif model.name in earlier:
-            result.append(earlier[model.name])
-    return result
+        is_finished = run is not None and run.steps[-1]["step"] == model.steps
+        if is_finished and model.group in (LADDER, TRIED_RATES):
+            result[model.name] = _build_run(manifest, model, run, evidence)
+    return list(result.values())
 
 
 def _build_run(
@@ -96,23 +98,34 @@ def _build_run(
 ) -> LadderRun:
     """Return a finished run with its held-out losses and errors of tasks."""
     losses = {}
+    is_clm = not model.key.mlm_steps
     for row in run.validations:
         if row["step"] == model.steps:
             for measure, scores in row["objectives"].items():
-                if scores["loss"] is not None and _is_measured(model.key, measure):
+                # the loss of the model as it is used: causal or bidirectional
+                is_measured = measure.rpartition("/")[2].startswith("clm") == is_clm
+                if scores["loss"] is not None and is_measured:
                     losses[measure] = scores["loss"]
     for family, dataset in headline_datasets(evidence).items():
         score = evidence.find(model.key, dataset, family)
-        if score is not None:
+        if score is not None and score.mean < 1:  # an error of 0 has no logarithm
             losses[f"error on {family}"] = 1 - score.mean
     parameters = count_parameters(model.config.shape, manifest.vocab_size(model))
+    [objective] = [
+        objective
+        for objective in manifest.ladder.objectives
+        if build_schedule(objective, model.steps) == model.schedule
+    ]
+    # rates are rounded: the nearest of the factors
+    ratio = model.config.learning_rate.lr / (objective.rate_factor * peak_rate(parameters))
+    factor = min((1.0, *manifest.ladder.rate_factors), key=lambda factor: abs(factor - ratio))
     last = run.steps[-1]
     return LadderRun(
         name=model.name,
-        objective=_format_objective(model.key),
+        objective=_format_objective(objective),
         size=model.key.size,
         seed=model.key.seed,
-        rate_factor=round(model.config.learning_rate.lr / peak_rate(parameters), 2),
+        rate_factor=round(objective.rate_factor * factor, 4),
         is_fitted=model.group == LADDER,
         parameters=parameters,
         tokens=float(last["tokens"]),
@@ -122,26 +135,16 @@ def _build_run(
     )
 
 
-def _is_measured(key: ModelKey, measure: str) -> bool:
-    """Return whether a validation objective measures a model as it is used.
-
-    CLM is measured by its own loss, other objectives by those with bidirectional attention.
-    """
-    is_causal = measure.rpartition("/")[2].startswith("clm") or "shift=" in measure
-    return is_causal == (objective_name(key) == "CLM") and not (
-        is_causal and is_pseudo_perplexity(measure)
-    )
-
-
-def _format_objective(key: ModelKey) -> str:
-    """Return a recipe, such as `25 % CLM, then MLM 30 %`.
-
-    Shares are rounded, as whole steps make those of one recipe differ.
-    """
-    if key.schedule or not key.mlm_steps:
-        return objective_name(key)
-    text = f"MLM {format_percent(key.mask_ratio)}"
-    return f"{key.clm_share:.0%} CLM, then {text}".replace("%", " %", 1) if key.clm_steps else text
+def _format_objective(objective: LadderObjective) -> str:
+    """Return an objective for tables and legends, such as `25 % CLM, then MLM 30 %`."""
+    if objective.schedule:
+        return objective.schedule
+    if objective.clm_share == 1:
+        return "CLM"
+    text = f"MLM {format_percent(objective.mask)}"
+    if objective.clm_share:
+        text = f"{format_percent(objective.clm_share)} CLM, then {text}"
+    return text
 
 
 def _read_points(path: Path) -> list[LadderRun]:
@@ -170,10 +173,10 @@ def _read_points(path: Path) -> list[LadderRun]:
         losses = {name: row[name] for name in names if name not in POINT_COLUMNS and row[name]}
         try:
             numbers = {name: float(fields[name]) for name in _NUMBERS}
+            numbers |= {name: int(numbers[name]) for name in ("seed", "parameters")}
             losses = {name: float(value) for name, value in losses.items()}
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InputError(f"{path}, line {line}: {error}; expected a number") from None
-        numbers |= {name: int(numbers[name]) for name in ("seed", "parameters")}
         is_fitted = fields.pop("is_fitted") == "yes"
         points.append(LadderRun(**(fields | numbers), is_fitted=is_fitted, losses=losses))
     return points
