@@ -1,7 +1,7 @@
 """Tables and figures of the report on a ladder: scaling laws of objectives."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -93,13 +93,17 @@ def _build_exponent_table(fits: Sequence[LadderFit]) -> Table:
         if fit.law:
             law, resamples = fit.law
             for name in ("alpha", "beta", "E", "parameters_exponent"):
-                cells.append(_format_interval(getattr(law, name), getattr(resamples, name)))
+                cells.append(
+                    _format_interval(getattr(law, name), getattr(resamples, name), "{:.3f}".format)
+                )
         else:
             cells += [None] * 4
         cells.append(None)
         if fit.optima:
             optima, resamples = fit.optima
-            cells[-1] = _format_interval(optima.parameters_exponent, resamples.parameters_exponent)
+            cells[-1] = _format_interval(
+                optima.parameters_exponent, resamples.parameters_exponent, "{:.3f}".format
+            )
         cells.append(f"{100 * _residual(fit.law[0], fit.points):.2f}" if fit.law else None)
         rows.append(TableRow(tuple(cells), rule=_starts_measure(rows, fit), name=fit.objective))
     columns = (
@@ -125,12 +129,20 @@ def _starts_measure(rows: Sequence[TableRow], fit: LadderFit) -> bool:
     return bool(rows) and rows[-1].cells[0] != fit.measure
 
 
-def _format_interval(value: float, resamples: np.ndarray) -> str:
-    """Format an estimate with its interval, such as `0.348 [0.31, 0.39]`."""
+def _format_interval(
+    value: float, resamples: np.ndarray, format_value: Callable[[float], str]
+) -> str:
+    """Format an estimate with its interval, such as `0.348 (0.312 to 0.390)`.
+
+    The interval is left out if too many resamples are NaN; a NaN estimate is empty.
+    """
     if math.isnan(value):
         return ""
+    text = format_value(value)
     low, high = percentile_interval(np.asarray(resamples))
-    return f"{value:.3f} [{low:.2f}, {high:.2f}]" if math.isfinite(low) else f"{value:.3f}"
+    if math.isfinite(low):
+        text += f" ({format_value(low)} to {format_value(high)})"
+    return text
 
 
 def _residual(law: ScalingLaw, points: Sequence[ScalingPoint]) -> float:
@@ -141,12 +153,6 @@ def _residual(law: ScalingLaw, points: Sequence[ScalingPoint]) -> float:
     return math.sqrt(math.fsum(difference**2 for difference in differences) / len(differences))
 
 
-def _budgets(points: Sequence[ScalingPoint]) -> list[float]:
-    """Return the lowest, the geometric mean and the highest FLOPs of the points."""
-    flops = sorted(point.flops for point in points)
-    return [flops[0], math.sqrt(flops[0] * flops[-1]), flops[-1]]
-
-
 def _build_optimum_table(fits: Sequence[LadderFit]) -> Table:
     """Build the table of compute-optimal sizes at three budgets within the runs."""
     rows = []
@@ -154,32 +160,30 @@ def _build_optimum_table(fits: Sequence[LadderFit]) -> Table:
         if not fit.law:
             continue
         law, resamples = fit.law
-        cells: list[CellValue] = [fit.measure, fit.objective]
-        sizes = sorted(point.parameters for point in fit.points)
-        for flops in _budgets(fit.points):
+        low, high = law.flops_range
+        sizes = [point.parameters for point in fit.points]
+        for flops in (low, math.sqrt(low * high), high):
             size = law.optimal_parameters(flops)
-            low, high = percentile_interval(resamples.optimal_parameters(flops))
-            outside = "" if sizes[0] <= size <= sizes[-1] else " *"
-            cells += [
-                f"{format_number(size)} [{format_number(low)}, {format_number(high)}]{outside}",
+            text = _format_interval(size, resamples.optimal_parameters(flops), format_number)
+            outside = "" if min(sizes) <= size <= max(sizes) else " *"
+            cells = (
+                fit.measure,
+                fit.objective,
+                f"{flops:.1e}",
+                f"{text}{outside}",
                 f"{law.optimal_tokens(flops) / size:.3g}",
                 f"{law.optimal_loss(flops):.3f}",
-            ]
-        rows.append(TableRow(tuple(cells), rule=_starts_measure(rows, fit), name=fit.objective))
-    heads = (Column("Loss", numeric=False), Column("Objective", numeric=False))
-    budgets = _budgets(fits[0].points) if fits else []
+            )
+            rows.append(TableRow(cells, rule=_starts_measure(rows, fit), name=fit.objective))
     columns = (
-        *heads,
-        *(
-            Column(name, f"{flops:.1e} FLOPs")
-            for flops in budgets
-            for name in ("N", "D / N", "loss")
-        ),
+        Column("Loss", numeric=False),
+        Column("Objective", numeric=False),
+        *(Column(name) for name in ("FLOPs", "N", "D / N", "loss")),
     )
     note = (
-        "Size with the lowest loss at the lowest, the middle and the highest budget, by the law "
-        "(bootstrap 95 % interval), with tokens per parameter and loss. *: outside the trained "
-        "sizes, extrapolated."
+        "Size with the lowest loss at the lowest, the middle and the highest FLOPs of the "
+        "objective's runs, by its law (bootstrap 95 % interval), with tokens per parameter and "
+        "loss. *: outside the trained sizes, extrapolated."
     )
     return Table("ladder-optimum", "Compute-optimal sizes", note, columns, tuple(rows))
 
@@ -191,34 +195,34 @@ def _build_crossing_table(fits: Sequence[LadderFit]) -> Table:
         if first.measure != second.measure:
             continue
         laws = (first.law[0], second.law[0])
+        low = max(law.flops_range[0] for law in laws)
+        high = min(law.flops_range[1] for law in laws)
+        if low >= high:
+            continue
         resamples = find_crossing(first.law[1], second.law[1])
         crossing = find_crossing(*laws)
-        ends = (
-            max(law.flops_range[0] for law in laws),
-            min(law.flops_range[1] for law in laws),
-        )
         cells: list[CellValue] = [first.measure, f"{first.objective} less {second.objective}"]
-        for flops in ends:
-            gap = laws[0].optimal_loss(flops) - laws[1].optimal_loss(flops)
-            low, high = percentile_interval(
-                first.law[1].optimal_loss(flops) - second.law[1].optimal_loss(flops)
-            )
-            cells.append(f"{gap:+.3f} [{low:+.3f}, {high:+.3f}]")
+        for flops in (low, high):
+            gaps = [
+                law.optimal_loss(flops) - other.optimal_loss(flops)
+                for law, other in zip(first.law, second.law, strict=True)
+            ]
+            cells.append(_format_interval(*gaps, "{:+.3f}".format))
         cells.append("none" if math.isnan(crossing) else f"{crossing:.2e}")
         cells.append(f"{100 * np.isfinite(resamples).mean():.0f} %")
         rows.append(TableRow(tuple(cells), rule=_starts_measure(rows, first)))
     columns = (
         Column("Loss", numeric=False),
         Column("Objectives", numeric=False),
-        Column("at the lowest budget"),
+        Column("at the lowest FLOPs"),
         Column("at the highest"),
         Column("Crossing (FLOPs)"),
         Column("Resamples that cross"),
     )
     note = (
-        "Lowest loss of the first objective at a budget less that of the second, by their laws, "
-        "with bootstrap 95 % intervals. Crossings are sought within the budgets of both only; "
-        "nothing is extrapolated."
+        "Lowest loss of the first objective less that of the second, by their laws, at the lowest "
+        "and the highest FLOPs that both have runs of, with bootstrap 95 % intervals. Crossings "
+        "are sought between these only."
     )
     return Table("ladder-crossings", "Which objective is ahead", note, columns, tuple(rows))
 
@@ -226,11 +230,9 @@ def _build_crossing_table(fits: Sequence[LadderFit]) -> Table:
 def _build_rate_table(runs: Sequence[LadderRun]) -> Table:
     """Build the table of losses by peak rate, of sizes with several rates."""
     factors = sorted({run.rate_factor for run in runs})
-    tried = {(run.size, run.objective) for run in runs if not run.is_fitted}
+    tried = dict.fromkeys((run.size, run.objective) for run in runs if not run.is_fitted)
     rows = []
-    for size, objective in dict.fromkeys((run.size, run.objective) for run in runs):
-        if (size, objective) not in tried:
-            continue
+    for size, objective in tried:
         members = [run for run in runs if (run.size, run.objective) == (size, objective)]
         flops = min(run.flops for run in members)
         members = [run for run in members if run.flops < 1.1 * flops]
@@ -240,6 +242,8 @@ def _build_rate_table(runs: Sequence[LadderRun]) -> Table:
                 for run in reversed(members)
                 if measure in run.losses
             }
+            if len(losses) < 2:
+                continue
             best = min(losses, key=losses.__getitem__)
             texts = {factor: f"{loss:.3f}" for factor, loss in losses.items()}
             texts[best] += " (lowest)"
@@ -322,7 +326,8 @@ def build_ladder_figures(fits: Sequence[LadderFit]) -> list[FigureSpec]:
     ]
     caption = (
         "Final losses by size at each budget of FLOPs, and the parabolas whose minima are "
-        "compute-optimal. Budgets without a parabola have no minimum within their sizes."
+        "compute-optimal. Budgets without a parabola have fewer than three sizes, or no minimum "
+        "within them."
     )
     return [losses, FigureSpec("ladder-isoflop", "IsoFLOP curves", caption, tuple(panels))]
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from megaenc.study.plan.training_cost import compute_training_cost
 from megaenc.study.report.command import ReportConfig, build_report, write_report
 from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.ladder import read_ladder_runs
+from megaenc.study.results.pretrain_runs import read_runs
 
 PPL = "pseudo_perplexity(passes=8)"
-SHIFTED = "pseudo_perplexity(passes=8,shift=1)"
 MASKED = "mlm(mask=0.15)"
 LAWS = {
     "CLM": (1.7, 400.0, 410.0, 0.34, 0.28),
@@ -63,8 +64,16 @@ def loss_of(model, tokens: float) -> float:
 def ladder(tmp_path_factory):
     """A manifest, and a finished run of each of its models with the planted loss."""
     root = tmp_path_factory.mktemp("ladder")
-    path = write(root, **MANIFEST)
-    manifest = read_manifest(path)
+    plant(root, MANIFEST)
+    return root
+
+
+def plant(root, contents):
+    """Write a manifest, and a finished run of each of its models with the planted loss.
+
+    Returns the manifest.
+    """
+    manifest = read_manifest(write(root, **contents))
     for model in manifest.models:
         directory = root / "runs" / model.name
         directory.mkdir(parents=True)
@@ -80,7 +89,7 @@ def ladder(tmp_path_factory):
             "learning_rate": 1e-3,
         }
         loss = loss_of(model, tokens)
-        losses = {"clm": loss, MASKED: loss, PPL: 0.9 * loss, SHIFTED: 9.0}
+        losses = {"clm": loss, MASKED: loss, PPL: 0.9 * loss}
         scores = {
             name: {"loss": value, "accuracy": 0.1, "most_frequent": 0.1}
             for name, value in losses.items()
@@ -89,7 +98,7 @@ def ladder(tmp_path_factory):
         write_rows(directory / "validation.jsonl", [{"step": model.steps, "objectives": scores}])
         facts = {"megaenc": "0.1.0", "parameters": 1, "identity": {"lr": 1e-3}}
         (directory / "run.json").write_text(json.dumps(facts))
-    return root
+    return manifest
 
 
 def read_table(page, key):
@@ -100,9 +109,9 @@ def read_table(page, key):
 
 
 def interval(text: str) -> tuple[float, float, float]:
-    """Return the estimate and the ends of a cell such as `0.3 [0.2, 0.4]`."""
-    estimate, _, rest = text.partition(" [")
-    low, high = rest.removesuffix("]").split(", ")
+    """Return the estimate and the ends of a cell such as `0.3 (0.2 to 0.4)`."""
+    estimate, _, rest = text.partition(" (")
+    low, high = rest.removesuffix(")").split(" to ")
     return float(estimate), float(low), float(high)
 
 
@@ -136,7 +145,7 @@ def test_the_lower_objective_is_ahead(page):
     assert [row["Loss"] for row in rows] == [MASKED, PPL]
     for row in rows:
         assert row["Objectives"] == "MLM 30 % less 25 % CLM, then MLM 30 %"
-        _, low, _ = interval(row["at the lowest budget"])
+        _, low, _ = interval(row["at the lowest FLOPs"])
         assert low > 0
 
 
@@ -154,14 +163,12 @@ def test_optimal_sizes_follow_from_the_law(page):
     for row in read_table(page, "ladder-optimum"):
         floor, size_factor, data_factor, alpha, beta = LAWS[row["Objective"]]
         scale = 0.9 if row["Loss"] == PPL else 1.0
-        factors = {float(name.split()[0]) for name in row if name.endswith(" N")}
-        for flops in factors:
-            loss = float(row[f"{flops:.1e} FLOPs loss"])
-            sizes = np.geomspace(1e5, 1e9, 2000)
-            best = np.min(
-                floor + size_factor / sizes**alpha + data_factor / (flops / 6 / sizes) ** beta
-            )
-            assert loss == pytest.approx(scale * best, rel=0.05)
+        flops = float(row["FLOPs"])
+        sizes = np.geomspace(1e5, 1e9, 2000)
+        best = np.min(
+            floor + size_factor / sizes**alpha + data_factor / (flops / 6 / sizes) ** beta
+        )
+        assert float(row["loss"]) == pytest.approx(scale * best, rel=0.05)
 
 
 def test_the_page_of_a_ladder_alone(page, tmp_path):
@@ -180,7 +187,8 @@ def test_points_of_an_earlier_report_stand_in_for_runs(ladder, page, tmp_path):
     runs = tmp_path / "runs"
     for path in (ladder / "runs").glob("d[234]-*"):
         shutil.copytree(path, runs / path.name)
-    changed = MANIFEST["ladder"] | {"points": [str(points)]}
+    # the runs of d12 are in the file only
+    changed = MANIFEST["ladder"] | {"points": [str(points)], "depths": [2, 3, 4, 6, 8]}
     path = write(tmp_path, **MANIFEST | {"ladder": changed})
     again = build_report(ReportConfig(manifest=str(path), runs=str(runs)))
     for key in ("ladder-exponents", "ladder-rates"):
@@ -210,6 +218,43 @@ def test_a_loss_that_is_no_number(ladder, tmp_path):
     manifest = read_manifest(write(tmp_path, **MANIFEST | {"ladder": changed}))
     with pytest.raises(InputError, match=r"points.csv, line 2: .*'low'; expected a number"):
         read_ladder_runs(manifest, {}, Evidence([]))
+
+
+def test_labels_and_factors_do_not_depend_on_rounded_steps_and_rates(tmp_path):
+    changes = {
+        "objectives": [{"clm_share": 0.125, "mask": 0.3}, {"mask": 0.4, "rate_factor": 2}],
+        "budgets": [1e13, 3e13],
+        "rate_factors": [0.777],
+    }
+    manifest = plant(tmp_path, MANIFEST | {"ladder": MANIFEST["ladder"] | changes})
+    shares = {model.key.clm_share for model in manifest.models}
+    assert len(shares) > 2
+    runs = read_ladder_runs(manifest, read_runs(tmp_path / "runs"), Evidence([]))
+    assert {(run.objective, run.rate_factor) for run in runs} == {
+        ("12.5 % CLM, then MLM 30 %", 1),
+        ("12.5 % CLM, then MLM 30 %", 0.777),
+        ("MLM 40 %", 2),
+        ("MLM 40 %", 1.554),
+    }
+
+
+def test_an_error_of_0_is_left_out(ladder):
+    manifest = read_manifest(ladder / "study.yaml")
+    runs = read_runs(ladder / "runs")
+    evidence = Mock(spec=Evidence)
+    evidence.datasets.return_value = [("SC", "demo_sc")]
+    evidence.find.return_value.mean = 1.0
+    assert "error on SC" not in read_ladder_runs(manifest, runs, evidence)[0].losses
+    evidence.find.return_value.mean = 0.9
+    error = read_ladder_runs(manifest, runs, evidence)[0].losses["error on SC"]
+    assert error == pytest.approx(0.1)
+
+
+def test_a_ladder_without_a_finished_run(ladder, tmp_path):
+    shutil.copytree(next((ladder / "runs").glob("d2-mlm30-*")), tmp_path / "runs" / "d2-mlm30-9")
+    for runs in ("", str(tmp_path / "runs")):
+        with pytest.raises(InputError, match="--runs: found no finished run of the ladder of"):
+            build_report(ReportConfig(manifest=str(ladder / "study.yaml"), runs=runs))
 
 
 def test_a_study_without_a_ladder_needs_results(tmp_path):
