@@ -66,13 +66,14 @@ def fit_ladder(runs: Sequence[LadderRun]) -> list[LadderFit]:
 
 def build_ladder_tables(runs: Sequence[LadderRun], fits: Sequence[LadderFit]) -> list[Table]:
     """Build the tables of exponents, optimal sizes, crossings, rates and points."""
-    tables = [
-        _build_exponent_table(fits),
-        _build_optimum_table(fits),
-        _build_crossing_table(fits),
-        _build_rate_table(runs),
-        _build_point_table(runs),
-    ]
+    with np.errstate(all="ignore"):  # resamples without an optimum are NaN or infinite
+        tables = [
+            _build_exponent_table(fits),
+            _build_optimum_table(fits),
+            _build_crossing_table(fits),
+            _build_rate_table(runs),
+            _build_point_table(runs),
+        ]
     return [table for table in tables if table.rows]
 
 

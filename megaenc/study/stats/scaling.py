@@ -180,17 +180,18 @@ def fit_scaling_law(
     flops_factor = float(np.exp(np.mean(np.log(flops / sizes / tokens))))
     laws = []
     for log_e, log_a, log_b, alpha, beta in (best, solutions):
-        laws.append(
-            ScalingLaw(
-                np.exp(log_e),
-                np.exp(log_a + alpha * size_origin),
-                np.exp(log_b + beta * token_origin),
-                alpha,
-                beta,
-                flops_factor,
-                (float(flops.min()), float(flops.max())),
+        with np.errstate(over="ignore"):  # resamples whose exponent is not determined
+            laws.append(
+                ScalingLaw(
+                    np.exp(log_e),
+                    np.exp(log_a + alpha * size_origin),
+                    np.exp(log_b + beta * token_origin),
+                    alpha,
+                    beta,
+                    flops_factor,
+                    (float(flops.min()), float(flops.max())),
+                )
             )
-        )
     return laws[0], laws[1]
 
 

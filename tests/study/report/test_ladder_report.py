@@ -15,8 +15,9 @@ from megaenc.study.manifest.ladder import TRIED_RATES, count_parameters
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.training_cost import compute_training_cost
 from megaenc.study.report.command import ReportConfig, build_report, write_report
+from megaenc.study.report.ladder import build_ladder_tables, fit_ladder
 from megaenc.study.results.evidence import Evidence
-from megaenc.study.results.ladder import read_ladder_runs
+from megaenc.study.results.ladder import LadderRun, read_ladder_runs
 from megaenc.study.results.pretrain_runs import read_runs
 
 PPL = "pseudo_perplexity(passes=8)"
@@ -236,6 +237,33 @@ def test_labels_and_factors_do_not_depend_on_rounded_steps_and_rates(tmp_path):
         ("MLM 40 %", 2),
         ("MLM 40 %", 1.554),
     }
+
+
+def test_losses_without_a_law_give_no_warning(recwarn):
+    random = np.random.default_rng(0)
+    sizes = [1e6, 2e6, 4e6]
+    runs = [
+        LadderRun(
+            name=f"{size:g}-{flops:g}",
+            objective="CLM",
+            size=f"{size:g}",
+            seed=1,
+            rate_factor=1,
+            is_fitted=True,
+            parameters=size,
+            tokens=flops / 6 / size,
+            flops=flops,
+            hours=1,
+            losses={
+                "clm": (1e3 / size**0.4 + 1e4 / (flops / size) ** 0.4) * random.uniform(0.5, 2)
+            },
+        )
+        for size in sizes
+        for flops in (1e15, 1e16, 1e17)
+    ]
+    tables = build_ladder_tables(runs, fit_ladder(runs))
+    assert tables[-1].key == "ladder-points"
+    assert not recwarn.list
 
 
 def test_an_error_of_0_is_left_out(ladder):
