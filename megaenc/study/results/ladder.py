@@ -70,9 +70,9 @@ class LadderRun:
 def read_ladder_runs(
     manifest: Manifest, runs: Mapping[str, TrainedRun], evidence: Evidence
 ) -> list[LadderRun]:
-    """Return the finished runs of a manifest's ladder, after those of its files `points`.
+    """Return the finished runs of a manifest's ladder and those of its `points`.
 
-    A finished run takes the place of a point of its name.
+    A finished run takes the place of a point of its name; other points come first.
 
     Args:
         runs: Pretraining runs by name, of `read_runs`.
@@ -111,11 +111,11 @@ def _build_run(
         if score is not None and score.mean < 1:  # an error of 0 has no logarithm
             losses[f"error on {family}"] = 1 - score.mean
     parameters = count_parameters(model.config.shape, manifest.vocab_size(model))
-    [objective] = [
+    objective = next(
         objective
         for objective in manifest.ladder.objectives
         if build_schedule(objective, model.steps) == model.schedule
-    ]
+    )
     # rates are rounded: the nearest of the factors
     ratio = model.config.learning_rate.lr / (objective.rate_factor * peak_rate(parameters))
     factor = min((1.0, *manifest.ladder.rate_factors), key=lambda factor: abs(factor - ratio))

@@ -70,10 +70,7 @@ def ladder(tmp_path_factory):
 
 
 def plant(root, contents):
-    """Write a manifest, and a finished run of each of its models with the planted loss.
-
-    Returns the manifest.
-    """
+    """Write a manifest, and finished runs with planted losses; return the manifest."""
     manifest = read_manifest(write(root, **contents))
     for model in manifest.models:
         directory = root / "runs" / model.name
