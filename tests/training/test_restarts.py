@@ -6,13 +6,13 @@ import signal
 import socket
 import sys
 import threading
-import time
 
 import pytest
 import runs
+from faults.agents import Agents
 from faults.ends import differences
 from faults.moments import FaultRun
-from faults.processes import start, wait_until_gone
+from faults.processes import wait_until_gone
 
 from megaenc.errors import InputError
 from megaenc.training.run_lock import RunLock
@@ -110,16 +110,15 @@ def test_the_lock_of_a_process_on_its_way_out_is_waited_for(tmp_path):
     RunLock(tmp_path, patience=20).release()
 
 
-class Nodes:
+class Nodes(Agents):
     """Agents of torchrun with one rank each, on `count` nodes; killed at the end.
 
     `store_outside`: a process of its own holds the rendezvous, instead of the first agent.
     """
 
     def __init__(self, directory, run_flags, count="2", store_outside=False):
-        self.directory = directory
+        super().__init__(directory)
         self.flags = run_flags
-        self.agents = {}
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.address = free.getsockname()
@@ -127,7 +126,7 @@ class Nodes:
         # Seconds; a node is lost after 8, and others are waited for as long.
         conf = "join_timeout=240,keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=8"
         if store_outside:
-            self._start(
+            self.launch(
                 "store", [sys.executable, str(runs.ROOT / "examples" / "rendezvous_store.py"), port]
             )
             conf += ",is_host=0"
@@ -150,10 +149,8 @@ class Nodes:
             conf,
         ]
 
-    def _start(self, name, command):
-        """Start an agent whose output goes to a file of its name."""
-        command = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *command]  # see docs/faults.md
-        self.agents[name] = start(command, str(self.directory), self.directory.with_name(name))
+    def launch(self, name, command):
+        super().launch(name, command)
         self.wait_for(self._listens)  # the first to come holds the rendezvous
 
     def _listens(self):
@@ -166,31 +163,7 @@ class Nodes:
             if fault
             else [str(runs.PRETRAIN)]
         )
-        self._start(name, [*self.launcher, *script, *self.flags])
-
-    def wait_for(self, condition, seconds=240):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.1)
-
-    def end(self, name):
-        """Return the exit code of an agent."""
-        self.wait_for(lambda: self.agents[name].poll() is not None)
-        return self.agents[name].returncode
-
-    def said(self):
-        """Return the output of all agents and workers."""
-        return "".join(self.directory.with_name(name).read_text() for name in self.agents)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for agent in self.agents.values():
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)  # its worker dies with it
-            agent.wait()
+        self.launch(name, [*self.launcher, *script, *self.flags])
 
 
 @pytest.mark.multiprocess
