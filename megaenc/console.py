@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TextIO
 
 from megaenc.dist_env import get_rank
 
@@ -147,12 +147,12 @@ def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
         _LISTENERS.remove(listener)
 
 
-def discard_output() -> None:
-    """Redirect this process's standard output to /dev/null.
+def discard_output(stream: TextIO | None = None) -> None:
+    """Redirect `stream`, by default standard output, to /dev/null.
 
     Call it after writing has failed; otherwise Python would fail to flush the output at exit.
     """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
 @contextmanager

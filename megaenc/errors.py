@@ -37,6 +37,13 @@ class LocalInputError(InputError):
     """
 
 
+class LostConnectionError(Exception):
+    """Failed communication: other processes have ended or cannot be reached.
+
+    Commands print it as one line with exit code 1, after which torchrun may restart them.
+    """
+
+
 def format_error(error: BaseException, max_length: int = 200) -> str:
     """Return the message of `error` as one line of at most `max_length` characters.
 
@@ -72,15 +79,21 @@ def first_error_line(error: BaseException, max_length: int = 200) -> str:
     return truncate_text(next(filter(None, lines), type(error).__name__), max_length)
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether a write failed for want of space, or at a limit of sizes."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return isinstance(error, OSError) and error.errno in full
+
+
 def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
     """Wrap the function of a command so that it reports errors and interrupts.
 
     An InputError prints one line on stderr and exits with 2, as a full disk does; Ctrl-C prints
     `stopped` there and exits with 130, and a reader that leaves, as `| head` does, ends the command
-    with 141. Other exceptions pass. torchrun turns the 2 into 1 and adds a summary; it does not
-    restart a command that calls `exit_if_restart_forbidden`. Called without arguments or with
-    `argv=None`, `main` is the whole program, and Ctrl-C is handled until the process ends,
-    otherwise only during the call.
+    with 141. A LostConnectionError is one line and exit code 1. Other exceptions pass. torchrun
+    turns the 2 into 1 and adds a summary; it does not restart a command that calls
+    `exit_if_restart_forbidden`. Called without arguments or with `argv=None`, `main` is the whole
+    program, and Ctrl-C is handled until the process ends, otherwise only during the call.
     """
 
     @functools.wraps(main)
@@ -97,15 +110,19 @@ def handle_command_errors(main: Callable[..., None]) -> Callable[..., None]:
             except InputError as error:
                 _report_input_error(error)
                 sys.exit(2)
+            except LostConnectionError as error:
+                _print_error(str(error))
+                sys.exit(1)
             except BrokenPipeError:  # the reader closed the pipe, as `| head` does
                 discard_output()
                 sys.exit(141)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if not is_disk_full(error):
                     raise
                 discard_output()
                 place = error.filename2 or error.filename or "standard output, or a temporary file"
                 _print_error(f"{place}: cannot be written to: {error.strerror}")
+                forbid_restart(2)
                 sys.exit(2)
             finally:
                 if is_program:
@@ -149,11 +166,14 @@ def _report_input_error(error: InputError) -> None:
 
 
 def _print_error(text: str) -> None:
-    """Print `error: TEXT` on stderr, shortened in the middle if it is very long."""
+    """Print `error: TEXT` on stderr if possible, shortened in the middle if very long."""
     line = escape_unprintable(f"error: {text}")
     if len(line) > _MAX_LENGTH:
         line = f"{line[: _MAX_LENGTH // 2]}...{line[-_MAX_LENGTH // 2 :]}"
-    print(line, file=sys.stderr, flush=True)
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:  # also on a full disk
+        discard_output(sys.stderr)
 
 
 def _exit_on_interrupt(message: str) -> None:

@@ -89,6 +89,12 @@ def test_a_full_disk_behind_standard_output_is_one_line(unbuffered):
     )
 
 
+def test_a_full_disk_behind_both_streams_still_ends_with_two():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "megaenc", "--help"]
+        assert subprocess.run(command, stdout=full, stderr=full, timeout=60).returncode == 2
+
+
 def test_a_limit_on_the_size_of_files_is_one_line(tmp_path):
     """A command replaces one file whole; a library copies one elsewhere."""
     (tmp_path / "large").write_bytes(bytes(100_000))

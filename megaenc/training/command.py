@@ -83,12 +83,13 @@ def run_plan(
 
     Raises:
         InputError: As `train_plan`; or the launcher's variables are wrong.
+        LostConnectionError: Another rank has ended or cannot be reached.
     """
     from megaenc import backend
     from megaenc.backend.initialize import check_launcher_variables
     from megaenc.dist_env import get_rank, get_world_size
     from megaenc.machine import allow_open_files
-    from megaenc.training.distributed.collectives import call_on_all
+    from megaenc.training.distributed.collectives import call_on_all, convert_connection_errors
     from megaenc.training.distributed.signals import EXIT_STOPPED
     from megaenc.training.distributed.watchdog import process_group_timeout
     from megaenc.training.trainer import train_plan
@@ -107,12 +108,13 @@ def run_plan(
         timeout,
     )
     try:
-        result = train_plan(plan, device, callbacks, ends_process=ends_process)
-        if ends_process:
-            code = EXIT_STOPPED if result.is_stopped else 0
-            # On every node before any rank exits, because an exit makes torchrun restart the
-            # others.
-            call_on_all(lambda: forbid_restart(code))
+        with convert_connection_errors():
+            result = train_plan(plan, device, callbacks, ends_process=ends_process)
+            if ends_process:
+                code = EXIT_STOPPED if result.is_stopped else 0
+                # On every node before any rank exits, because an exit makes torchrun restart the
+                # others.
+                call_on_all(lambda: forbid_restart(code))
     except BaseException as error:
         is_common = isinstance(error, InputError) and not isinstance(error, LocalInputError)
         if is_common or ranks == 1:  # else other ranks may still communicate

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -19,7 +20,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megaenc import flags
 from megaenc.backend.reductions import broadcast_object, gather_lowest, is_same_on_all_ranks
 from megaenc.dist_env import forbid_restart, get_rank, store_poll_interval
-from megaenc.errors import InputError, LocalInputError
+from megaenc.errors import (
+    InputError,
+    LocalInputError,
+    LostConnectionError,
+    first_error_line,
+    is_disk_full,
+)
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import describe_difference
 
@@ -107,9 +114,10 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
     """End all ranks if one raises an error in the context, which all of them enter.
 
     The rank that fails calls `clean_up` and raises. Once `clean_up` has returned, the others exit
-    silently (os._exit) with code 2, even from a collective and without calling theirs. An
-    InputError that is no LocalInputError must be raised by all ranks: it passes on each, without
-    `clean_up`. In a run of one rank, `clean_up` is called for a LocalInputError only.
+    silently (os._exit), even from a collective and without calling theirs: with code 2 after a
+    LocalInputError or on a full disk, else 1. An InputError that is no LocalInputError must be
+    raised by all ranks: it passes on each, without `clean_up`. In a run of one rank, `clean_up` is
+    called for a LocalInputError only.
 
     Args:
         clean_up: Removes what this rank would leave behind.
@@ -135,7 +143,7 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
     except Exception as error:
         if isinstance(error, InputError) and not isinstance(error, LocalInputError):
             raise
-        if isinstance(error, InputError):
+        if isinstance(error, InputError) or is_disk_full(error):
             store.set(_INPUT_ERROR_KEY, "")
         if store.add(_FAILED_KEY, 1) > 1:  # likely a consequence of another rank's error
             watcher.join()
@@ -149,20 +157,43 @@ def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) 
         watcher.join()
 
 
-def _exit_after_error(store: dist.Store, has_ended: threading.Event, poll_seconds: float) -> None:
-    """Exit with code 2 after an error of another rank is reported.
+@contextlib.contextmanager
+def convert_connection_errors() -> Iterator[None]:
+    """Convert errors of connections of gloo and torch's store to LostConnectionError.
 
-    Return when `has_ended` is set, or if the store's process is gone, as collectives then fail too.
+    Other errors pass, also those of NCCL.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = first_error_line(error, max_length=400)
+        if not isinstance(error, dist.DistNetworkError) and "gloo/transport/" not in text:
+            raise
+        reason = re.sub(r"^\[\S+\] |\. This is typically .*", "", text)
+        raise LostConnectionError(
+            f"rank {get_rank()} on {socket.gethostname()}: lost the connection to another rank: "
+            f"{reason}; expected all processes of the run alive and reachable: see the logs of the "
+            "other nodes, and give the same command again to resume"
+        ) from error
+
+
+def _exit_after_error(store: dist.Store, has_ended: threading.Event, poll_seconds: float) -> None:
+    """Exit after an error of another rank is reported.
+
+    The code is 2 if that is an InputError or a full disk, else 1. Return when `has_ended` is set,
+    or if the store's process is gone, as collectives then fail too.
     """
     with contextlib.suppress(RuntimeError):
         while not has_ended.wait(poll_seconds):
             if not store.check([_FAILED_KEY]):
                 continue
+            code = 1
             try:
                 if store.check([_INPUT_ERROR_KEY]):
-                    forbid_restart(2)
+                    code = 2
+                    forbid_restart(code)
                 deadline = time.monotonic() + 20  # a launcher kills all ranks when the first exits
                 while time.monotonic() < deadline and not store.check([_REPORTED_KEY]):
                     time.sleep(poll_seconds)
             finally:
-                os._exit(2)
+                os._exit(code)
