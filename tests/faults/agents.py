@@ -9,7 +9,7 @@ from faults.processes import start
 
 
 class Agents:
-    """Commands that run together in the run directory `directory`, with their output in files.
+    """Commands of the run in `directory`, whose output goes to files next to it.
 
     They and what they have started bear the mark `directory` (`faults.processes`).
     """

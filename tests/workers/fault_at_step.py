@@ -47,6 +47,11 @@ def lose_launcher() -> None:
     threading.Event().wait()
 
 
+def pause() -> None:
+    """Give a test the time to do something to the machine in this step."""
+    time.sleep(5)
+
+
 def strike(fault: str, step: int, mark: Path) -> None:
     """Cause `fault` once, where this rank reads its packs for `step`."""
     now = []
