@@ -1,6 +1,7 @@
 # `make quickstart` runs everything once; `make` lists the targets.
 
-PYTHON ?= python3
+# Interpreter of the virtual environment; empty: install.sh looks for one.
+PYTHON ?=
 # Index that torch is installed from; empty: pip's own. Set it the first time, for example
 #   make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu       no accelerator: avoids gigabytes of CUDA libraries
 #   make quickstart TORCH_INDEX=https://download.pytorch.org/whl/rocmX.Y   AMD, with the installed ROCm version
@@ -36,7 +37,7 @@ help:
 	@echo "make lint         run ruff check, ruff format --check, shellcheck, hadolint"
 	@echo "make clean        remove $(VENV), $(DEMO) and caches"
 	@echo
-	@echo "PYTHON=$(PYTHON)   interpreter for $(VENV), 3.11 or 3.12"
+	@echo "PYTHON=...        interpreter for $(VENV); default: the first of python3, python3.13, python3.12, python3.11 that works"
 	@echo "TORCH_INDEX=...   index for torch: https://download.pytorch.org/whl/cpu without an accelerator"
 
 install: $(INSTALLED)

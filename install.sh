@@ -10,7 +10,8 @@ usage: [VARIABLE=value ...] ./install.sh
 Installs the clone that this script lies in, editable: a change of the source needs no new installation. Versions are those
 of constraints.txt. Paths are relative to the clone.
 
-  PYTHON       the interpreter, 3.11 or later (default: python3)
+  PYTHON       the interpreter, 3.11 or later (default: the first of python3, python3.13, python3.12 and python3.11 that runs
+               and is 3.11 to 3.13, the versions that are tested)
   VENV         the virtual environment to install into, made where it is missing (default: .venv). Empty, VENV='', installs
                into PYTHON's own environment, as in an image that brings torch for its accelerator: that torch is kept
   TORCH_INDEX  where torch comes from, such as https://download.pytorch.org/whl/cpu (default: the index that pip is set up with)
@@ -33,13 +34,33 @@ case "${1-}" in
 esac
 
 cd "$(dirname "$0")"
-python=${PYTHON:-python3}
+python=${PYTHON-}
 venv=${VENV-.venv}
 extras=${EXTRAS-dev}
 constraints=constraints.txt
 
 # ---- refuse what cannot work, while a line still says it -------------------------------------------------------------------
 
+if [ -n "$python" ]; then
+  :
+elif [ -z "$venv" ]; then
+  python=python3 # the others lack the torch of the image
+elif [ -x "$venv/bin/python" ]; then
+  python=$venv/bin/python
+else
+  for candidate in python3 python3.13 python3.12 python3.11; do
+    # Run it: pyenv has a name in PATH for each version, also for those that do not run.
+    if "$candidate" -c '
+import ensurepip, sys, venv
+sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+' 2>/dev/null; then
+      python=$candidate
+      break
+    fi
+  done
+  [ -n "$python" ] || fail "none of python3, python3.13, python3.12 and python3.11 is a Python 3.11 to 3.13 with venv;" \
+    "\`apt-get install python3-venv\` (Debian 12, Ubuntu 24.04 or later) or \`uv python install 3.12\` gets one"
+fi
 "$python" -c '' 2>/dev/null || fail "PYTHON=$python does not run"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   fail "PYTHON=$python is older than 3.11; name another, as in PYTHON=python3.12"

@@ -166,3 +166,57 @@ def test_the_oldest_python_is_the_same_everywhere():
         "requires-python"
     ].removeprefix(">=")
     assert f"sys.version_info < ({oldest.replace('.', ', ')})" in (ROOT / "install.sh").read_text()
+
+
+@pytest.fixture
+def path_with(tmp_path):
+    """Return a function that makes a PATH with programs of given names and Python versions.
+
+    Each is this interpreter, but tells another version; None is one that does not run.
+    """
+
+    def make(**versions: tuple[int, int] | None) -> str:
+        directory = tmp_path / "bin"
+        directory.mkdir()
+        for name, version in versions.items():
+            program = directory / name.replace("_", ".")
+            body = "exit 127"
+            if version is not None:
+                module = tmp_path / program.name
+                module.mkdir()
+                (module / "sitecustomize.py").write_text(
+                    f"import sys\nsys.version_info = (*{version}, 0, 'final', 0)\n"
+                    f"sys.stderr.write('{program.name} runs\\n')\n"
+                )
+                body = f'PYTHONPATH={module} exec {sys.executable} "$@"'
+            program.write_text(f"#!/bin/sh\n{body}\n")
+            program.chmod(0o755)
+        for program in ("dirname", "cat", "sh"):
+            (directory / program).symlink_to(shutil.which(program))
+        return str(directory)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("versions", "chosen"),
+    [
+        ({"python3": (3, 12), "python3_13": (3, 13)}, "python3"),
+        ({"python3": (3, 10), "python3_13": None, "python3_12": (3, 12)}, "python3.12"),
+        ({"python3": (3, 14), "python3_11": (3, 11)}, "python3.11"),
+        ({"python3_13": (3, 13), "python3_12": (3, 12)}, "python3.13"),
+    ],
+)
+def test_an_interpreter_that_works_is_found(path_with, tmp_path, versions, chosen):
+    ran = install(PATH=path_with(**versions), VENV=str(tmp_path / "venv"), EXTRAS="none")
+    *_, runs, refused = ran.stderr.splitlines()
+    assert (runs, refused.partition(" is not")[0]) == (f"{chosen} runs", "error: EXTRAS: none")
+
+
+def test_without_an_interpreter_that_works_one_line_says_how_to_get_one(path_with, tmp_path):
+    path = path_with(python3=(3, 10), python3_13=None)
+    line = refusal(PATH=path, VENV=str(tmp_path / "venv"))
+    assert line.startswith("error: none of python3, python3.13, python3.12 and python3.11 is")
+    assert "`uv python install 3.12`" in line
+    assert not (tmp_path / "venv").exists()
+    assert "PYTHON=python3.13 does not run" in refusal(PATH=path, PYTHON="python3.13")
