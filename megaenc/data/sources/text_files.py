@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import re
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,10 +20,14 @@ from functools import cache, cached_property
 from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
-from backports import zstd
 from pydantic_core import from_json
 
 from megaenc.errors import InputError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 BLOCK_BYTES = 1 << 20
 LINES_BYTES = 1 << 22  # gigatoken is a third slower with 1 MiB
