@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import megaenc
+from megaenc.config_files import format_config_names
 from megaenc.errors import InputError, closest_match, handle_command_errors
 
 # Name, of one or two words: (module:function, description).
@@ -214,6 +215,9 @@ def format_usage(group: str = "") -> str:
 
 commands:
 {commands}
+
+packaged files, for --config NAME and `megaenc study plan NAME`, such as recipes/modernbert:
+{format_config_names()}
 
 `megaenc COMMAND --help` explains the flags. From text to training data:
   megaenc tokenizer --input corpus.jsonl --vocab-size 8192 --output tokenizer

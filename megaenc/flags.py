@@ -31,6 +31,7 @@ from typing import (
 import tyro
 import yaml
 
+from megaenc.config_files import find_base_file, find_config_file, suggest_config_names
 from megaenc.console import truncate_text
 from megaenc.dist_env import get_rank
 from megaenc.errors import InputError, suggest_closest
@@ -309,10 +310,11 @@ def _check_unique_keys(node: yaml.Node) -> None:
         keys.add(key)
 
 
-def read_yaml(path: Path, place: str, expected: str) -> Any:
+def read_yaml(path: str | Path, place: str, expected: str) -> Any:
     """Return the content of the YAML file `path`, None if it is empty.
 
     Args:
+        path: Path, or name of a packaged file (`find_config_file`).
         place: Beginning of errors.
         expected: Kind of file that errors name.
 
@@ -321,9 +323,11 @@ def read_yaml(path: Path, place: str, expected: str) -> Any:
             UTF-8 or not YAML (see `YamlLoader`).
     """
     try:
-        return yaml.load(read_regular_file(path, MAX_YAML).decode("utf-8"), YamlLoader)
+        content = read_regular_file(find_config_file(path), MAX_YAML)
+        return yaml.load(content.decode("utf-8"), YamlLoader)
     except OSError as error:
-        raise InputError(f"{place}: {error.strerror or error}; expected {expected}") from None
+        hint = suggest_config_names(path) if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"{place}: {error.strerror or error}; expected {expected}{hint}") from None
     except UnicodeDecodeError:
         raise InputError(f"{place}: not UTF-8 text; expected {expected}") from None
     except RecursionError:
@@ -345,6 +349,7 @@ def read_config_file(
     are read first. Nested fields are top-level keys. `default`, a dataclass, is not changed.
 
     Args:
+        path: Path, or name of a packaged file (`find_config_file`).
         prepare: Given the present values and a file's fields, returns those to set the fields in.
         including_files: Resolved files that led to `path`; callers leave them out.
 
@@ -354,13 +359,11 @@ def read_config_file(
     """
     fields = _read_fields(path)
     if base := fields.pop("config", None):
-        file = Path(path).resolve()
+        file = find_config_file(path).resolve()
         if file in including_files:
             raise InputError(f"--config {path}: field `config` leads back to this file")
         files = (*including_files, file)
-        default = read_config_file(
-            default, file.parent / str(base), prepare=prepare, including_files=files
-        )
+        default = read_config_file(default, base, prepare=prepare, including_files=files)
     try:
         default = prepare(default, fields)
     except InputError as error:
@@ -371,15 +374,20 @@ def read_config_file(
 def _read_fields(path: str | Path) -> dict[str, Any]:
     """Return the values of the YAML file of flags at `path` by field name.
 
+    That of `config` becomes a path.
+
     Raises:
         InputError: It is no such file.
     """
-    values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags") or {}
+    values = read_yaml(path, f"--config {path}", "a YAML file of flags") or {}
     if not isinstance(values, dict):
         raise InputError(
             f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines"
         )
-    return normalize_names(values, f"--config {path}")
+    fields = normalize_names(values, f"--config {path}")
+    if base := fields.get("config"):
+        fields["config"] = find_base_file(find_config_file(path).resolve(), str(base))
+    return fields
 
 
 def normalize_names(values: Mapping[Any, Any], place: str) -> dict[str, Any]:
@@ -438,7 +446,7 @@ def find_given_fields(
     while path and preset not in given:
         fields = _read_fields(path)
         given |= fields.keys() if Path(path).resolve() != without.resolve() else set()
-        path = Path(path).resolve().parent / str(fields["config"]) if fields.get("config") else None
+        path = fields.get("config")
     return given
 
 

@@ -71,7 +71,7 @@ class PretrainConfig:
     """
 
     config: str = setting("", NOT_IN_IDENTITY)
-    """YAML file of flags; flags on the command line override it"""
+    """YAML file of flags, or name of a packaged one; flags on the command line override it"""
     objective_schedule: str = setting("clm:0.25,mlm:0.75", NOT_IN_IDENTITY)
     """objectives with their shares of the run or their steps: clm:0.25,mlm:0.75 or
     clm:10000,mlm(mask=0.3):32000 or 5x(clm:0.05,mlm:0.15)"""

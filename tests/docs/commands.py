@@ -91,9 +91,10 @@ def copy_repository(directory: Path) -> None:
     asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in listing.split("\0"):
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, directory / name)
+            (directory / name).unlink(missing_ok=True)
+            shutil.copy2(ROOT / name, directory / name, follow_symlinks=False)
 
 
 @dataclass

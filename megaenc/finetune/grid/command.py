@@ -52,7 +52,7 @@ class GridConfig:
     """
 
     config: str = ""
-    """YAML file of flags; flags on the command line override it"""
+    """YAML file of flags, or name of a packaged one; flags on the command line override it"""
     model: tuple[str, ...] = ()
     """Hugging Face directories of encoders or decoders; the last part names the results,
     NAME=DIRECTORY gives another name"""

@@ -199,7 +199,9 @@ def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manif
     Data are not read, and need not exist.
 
     Args:
-        data_dir: Directory that relative data paths start from; None: that of the file.
+        path: Path, or name of a packaged manifest (`find_config_file`).
+        data_dir: Directory that relative data paths start from; None: that of the file, or the
+            current one for a packaged manifest.
 
     Raises:
         InputError: The file cannot be read or the manifest is invalid. The message is one line with
@@ -217,7 +219,9 @@ def read_manifest(path: str | Path, data_dir: str | Path | None = None) -> Manif
         for name, value in values.items():
             _check_values(name, value)
     sections = _build_section(_ManifestFile(), values, str(path))
-    data_root = (path.parent if data_dir is None else Path(data_dir)).absolute()
+    if data_dir is None:
+        data_dir = path.parent if path.is_file() else ""
+    data_root = Path(data_dir).absolute()
     with prefix_errors(str(path)):
         return _build_manifest(path, sections, data_root)
 

@@ -39,12 +39,12 @@ class PlanConfig:
     """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
-    """The study as a YAML file, such as configs/study/mini.yaml."""
+    """The study as a YAML file, or the name of a packaged one such as study/mini."""
     picture: str = ""
     """Also draw the runs to this .png, .pdf or .svg file."""
     data: str = ""
-    """Directory that relative data paths of the manifest start from; default: the manifest's own.
-    """
+    """Directory that relative data paths of the manifest start from; default: that of the file, or
+    the current one for a packaged manifest."""
 
 
 def format_plan(graph: StageGraph, cost: StudyCost) -> Iterator[str]:

@@ -96,7 +96,8 @@ class ReportConfig:
     runs: str = ""
     """directory of the pretraining run directories, for loss curves, FLOPs, tokens and hours"""
     data: str = ""
-    """directory that relative paths of the manifest start from; default: the manifest's own"""
+    """directory that relative paths of the manifest start from; default: that of the file, or the
+    current one for a packaged manifest"""
     output: str = "report"
     """directory to write to; an earlier report in it is replaced"""
     published: bool = False

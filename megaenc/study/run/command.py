@@ -67,12 +67,12 @@ class StudyRunConfig:
     """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
-    """The study as a YAML file, such as configs/study/mini.yaml."""
+    """The study as a YAML file, or the name of a packaged one such as study/mini."""
     output: str = ""
     """Study directory for runs, exports, results and logs."""
     data: str = ""
-    """Directory that relative data paths of the manifest start from; default: the manifest's own.
-    """
+    """Directory that relative data paths of the manifest start from; default: that of the file, or
+    the current one for a packaged manifest."""
     data_path: tuple[str, ...] = ()
     """Pretraining corpus, as --data-path of `megaenc pretrain`, if the manifest builds none;
     overrides the manifest's.

@@ -46,12 +46,12 @@ class StatusConfig:
     """
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
-    """The study as a YAML file, such as configs/study/mini.yaml."""
+    """The study as a YAML file, or the name of a packaged one such as study/mini."""
     output: str = ""
     """Study directory: the --output of `megaenc study run`."""
     data: str = ""
-    """Directory that relative data paths of the manifest start from; default: the manifest's own.
-    """
+    """Directory that relative data paths of the manifest start from; default: that of the file, or
+    the current one for a packaged manifest."""
     only: tuple[str, ...] = ()
     """Stages to show with all that they need, as for `megaenc study run`."""
 
