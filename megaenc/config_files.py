@@ -50,9 +50,9 @@ def find_base_file(file: Path, base: str) -> Path:
 
 
 def suggest_config_names(name: str | Path) -> str:
-    """Return the end of an error about a missing file: packaged files with a similar last word.
+    """Return the end of an error about a missing file: similar packaged files.
 
-    Without any, it is the command that lists them.
+    Their last words are similar. Without any, it is the command that lists all.
     """
     stem = Path(name).stem
     near = [

@@ -170,7 +170,7 @@ def test_the_oldest_python_is_the_same_everywhere():
 
 @pytest.fixture
 def path_with(tmp_path):
-    """Return a function that makes a PATH with programs of given names and Python versions.
+    """Return a function that makes a PATH with Pythons of given names and versions.
 
     Each is this interpreter, but tells another version; None is one that does not run.
     """
