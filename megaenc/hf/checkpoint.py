@@ -134,11 +134,10 @@ class TrainableHFCheckpoint(HFCheckpoint):
     """Hugging Face model directory from which training starts.
 
     `TrainableHFCheckpoint(path)` takes the Path of a local directory; it raises InputError if a
-    file is unusable, or a weight is not F32, BF16 or F16. It also has the weight `shapes` by name
-    and the `generation` config, {} if there is none. `tensor` and `iter_row_chunks` read one
-    weight. `shapes` and methods have their names in a model with an output layer
-    (`model.norm.weight`); `headers` has those in the files, which omit `model.` for a model without
-    one.
+    file is unusable. It also has the weight `shapes` by name and the `generation` config, {} if
+    there is none. `tensor` and `iter_row_chunks` read one weight. `shapes` and methods have their
+    names in a model with an output layer (`model.norm.weight`); `headers` has those in the files,
+    which omit `model.` for a model without one.
     """
 
     def __init__(self, path: Path):
@@ -154,17 +153,12 @@ class TrainableHFCheckpoint(HFCheckpoint):
         )
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._stored: dict[str, tuple[Path, str]] = {}
-        for stored, (file, dtype, shape) in self.headers.items():
+        for stored, (file, _, shape) in self.headers.items():
             name = stored if stored.startswith(_WITH_OUTPUT_LAYER) else f"model.{stored}"
             if name in self._stored:
                 raise InputError(
                     f"{file}: holds `{stored}` a second time (it is in "
                     f"{self._stored[name][0].name} already)"
-                )
-            if dtype not in FLOAT_DTYPES:
-                raise InputError(
-                    f"{file}: tensor `{stored}`: found dtype {dtype}, "
-                    f"expected one of {', '.join(FLOAT_DTYPES)}"
                 )
             self._stored[name] = (file, stored)
             self.shapes[name] = shape
@@ -182,7 +176,7 @@ class TrainableHFCheckpoint(HFCheckpoint):
             optional: Names of other weights, of any shape, that the directory may have.
 
         Raises:
-            InputError: A weight is missing, unexpected or of another shape.
+            InputError: A weight is missing, unexpected, of another shape, or not F32, BF16 or F16.
         """
         for name, shape in expected.items():
             if name not in self.shapes:
@@ -199,6 +193,11 @@ class TrainableHFCheckpoint(HFCheckpoint):
                 raise InputError(
                     f"{file}: tensor `{stored}`: found a weight that the model of {CONFIG} does "
                     "not have"
+                )
+            if (dtype := self.headers[stored].dtype) not in FLOAT_DTYPES:
+                raise InputError(
+                    f"{file}: tensor `{stored}`: found dtype {dtype}, "
+                    f"expected one of {', '.join(FLOAT_DTYPES)}"
                 )
 
     def tensor(self, name: str) -> "Tensor":
