@@ -1,8 +1,13 @@
 """The command `megaenc`, which imports and runs its subcommands on demand."""
 
+import contextlib
 import importlib
+import platform
+import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 
 import megaenc
 from megaenc.config_files import format_config_names
@@ -141,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(format_usage())
         return
     if arguments[0] in ("-V", "--version"):
-        print(f"megaenc {megaenc.__version__}")
+        print(format_versions())
         return
     if arguments[0] in _command_groups() and (
         len(arguments) == 1 or arguments[1] in ("-h", "--help", "help")
@@ -151,6 +156,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, rest = _find_command(arguments)
     module, function = COMMANDS[name][0].split(":")
     getattr(importlib.import_module(module), function)(rest)
+
+
+def format_versions() -> str:
+    """Return the versions of megaenc, Python and the main libraries, one a line."""
+    versions = {
+        "megaenc": megaenc.__version__,
+        "commit": read_commit(Path(megaenc.__file__).parent),
+        "Python": platform.python_version(),
+    }
+    for name in ("torch", "megatron-core", "transformers"):
+        versions[name] = "not installed"
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return "\n".join(f"{name} {version}" for name, version in versions.items())
+
+
+def read_commit(package: Path) -> str:
+    """Return the commit that the directory of a package is from, or "unknown".
+
+    Builds record it in the file COMMIT (`setup.py`). In a clone it is the last commit, with
+    `-dirty` after it if files have changed since.
+    """
+    if (package / "COMMIT").exists():
+        return (package / "COMMIT").read_text(encoding="utf-8").strip()
+    if (package.parent / ".git").exists():
+        command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+        with contextlib.suppress(OSError):  # no git
+            described = subprocess.run(command, cwd=package, capture_output=True, text=True)
+            if described.returncode == 0:
+                return described.stdout.strip()
+    return "unknown"
 
 
 def _find_command(arguments: list[str]) -> tuple[str, list[str]]:

@@ -1,7 +1,14 @@
+import platform
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
+from pathlib import Path
 
 import pytest
+import runs
 
 from megaenc import __version__, cli
 
@@ -12,8 +19,75 @@ def test_help_names_every_command(capsys):
         shown = capsys.readouterr().out
         assert all(f"  {name} " in shown for name in cli.COMMANDS)
         assert "megaenc tokenizer --input corpus.jsonl" in shown
+
+
+def test_version_is_of_the_package_and_of_what_it_runs_on(capsys):
+    import megatron.core
+    import torch
+    import transformers
+
     cli.main(["--version"])
-    assert capsys.readouterr().out == f"megaenc {__version__}\n"
+    versions = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert versions.pop("commit") == cli.read_commit(runs.ROOT / "megaenc")
+    assert versions == {
+        "megaenc": __version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def test_the_changelog_begins_with_the_version():
+    [first, *_] = re.findall(
+        r"^## (\S+)", (runs.ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE
+    )
+    assert first == __version__
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """Make a clone of one commit, with what builds the package and its top level."""
+    directory = tmp_path / "clone"
+    (directory / "megaenc").mkdir(parents=True)
+    names = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+    for file in [*(runs.ROOT / name for name in names), *(runs.ROOT / "megaenc").glob("*.py")]:
+        shutil.copy(file, directory / file.relative_to(runs.ROOT))
+    (directory / ".gitignore").write_text("*.egg-info/\n__pycache__/\n")
+    author = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "First"]):
+        subprocess.run(["git", *words], cwd=directory, check=True)
+    return directory
+
+
+def last_commit(clone: Path) -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(
+        command, cwd=clone, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_clone_or_of_the_build(clone):
+    assert cli.read_commit(clone / "megaenc") == last_commit(clone)
+    (clone / "README.md").write_text("changed")
+    assert cli.read_commit(clone / "megaenc") == f"{last_commit(clone)}-dirty"
+    (clone / "megaenc/COMMIT").write_text("abc\n")
+    assert cli.read_commit(clone / "megaenc") == "abc"
+    assert cli.read_commit(clone.parent / "megaenc") == "unknown"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_wheel_of_a_source_distribution_has_the_commit(clone, tmp_path):
+    setup = [sys.executable, "setup.py", "-q"]
+    runs.run([*setup, "sdist", "-d", str(tmp_path)], cwd=clone)
+    [archive] = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(tmp_path, filter="data")
+    runs.run([*setup, "bdist_wheel", "-d", str(tmp_path)], cwd=tmp_path / archive.name[:-7])
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        assert files.read("megaenc/COMMIT").decode() == f"{last_commit(clone)}\n"
 
 
 @pytest.mark.parametrize("arguments", ["data", "data --help"])
