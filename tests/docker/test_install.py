@@ -8,9 +8,12 @@ import subprocess
 import sys
 import tomllib
 import venv
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -220,3 +223,30 @@ def test_without_an_interpreter_that_works_one_line_says_how_to_get_one(path_wit
     assert "`uv python install 3.12`" in line
     assert not (tmp_path / "venv").exists()
     assert "PYTHON=python3.13 does not run" in refusal(PATH=path, PYTHON="python3.13")
+
+
+def add_dependencies(name: str, extras: frozenset[str], found: set) -> None:
+    """Add a package with extras, and all that it needs here, to `found`."""
+    if (canonicalize_name(name), extras) in found:
+        return
+    found.add((canonicalize_name(name), extras))
+    for requirement in map(Requirement, metadata.requires(name) or []):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            add_dependencies(requirement.name, frozenset(requirement.extras), found)
+
+
+def test_every_dependency_of_the_tests_has_a_pinned_version():
+    """Except those of torch, whose own index has other versions."""
+    found = set()
+    add_dependencies("megaenc", frozenset({"dev"}), found)
+    of_torch = set()
+    add_dependencies("torch", frozenset(), of_torch)
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    names = [canonicalize_name(name) for name, _ in pins]
+    assert sorted(names) == sorted(set(names))
+    # pip brings setuptools with a new environment, or takes the newest to build.
+    unpinned = {"megaenc", "setuptools"} | {name for name, _ in of_torch} - {"torch"}
+    assert {name for name, _ in found} - unpinned <= set(names)
+    assert not {"filelock", "fsspec", "networkx"} & set(names)
