@@ -11,6 +11,7 @@ TORCH_INDEX ?=
 DEMO := demo
 VENV := .venv
 INSTALLED := $(VENV)/.installed
+SITE := build/website
 TRAINED := $(DEMO)/run/checkpoints/latest_checkpointed_iteration.txt
 
 # The commands below are those of the README and find the environment through PATH.
@@ -19,7 +20,7 @@ unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install quickstart test test-all test-changed test-failed smoke test-docs reference faults lint clean force
+.PHONY: help install quickstart test test-all test-changed test-failed smoke test-docs reference docs faults lint clean force
 # Keep checkpoints after Ctrl-C: the next call resumes from them.
 .PRECIOUS: $(TRAINED)
 
@@ -33,6 +34,7 @@ help:
 	@echo "make test-failed  run the tests that failed last time, one at a time"
 	@echo "make test-docs    run the commands of README and docs in copies of this repository (DOCS=, LIST=1, KEEP=)"
 	@echo "make reference    write docs/api.md, docs/flags.md and docs/way.svg from the docstrings"
+	@echo "make docs         build the documentation as a site in $(SITE)/site, with checked links (no .venv needed)"
 	@echo "make faults       kill short runs $(KILLS) times at random moments and check their results (KILLS=, SEED=)"
 	@echo "make lint         run ruff check, ruff format --check, shellcheck, hadolint"
 	@echo "make clean        remove $(VENV), $(DEMO) and caches"
@@ -111,6 +113,18 @@ test-docs: $(INSTALLED)
 reference: $(INSTALLED)
 	python docs/scripts/reference.py
 	python docs/scripts/picture.py
+
+# The tools that build the site have an environment of their own, so that the package's does not change.
+$(SITE)/venv/.installed: pyproject.toml
+	$(PYTHON) -m venv $(SITE)/venv
+	$(SITE)/venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"] \
+	  ["optional-dependencies"]["docs"])' | xargs $(SITE)/venv/bin/pip install --quiet --disable-pip-version-check
+	@touch $@
+
+docs: $(SITE)/venv/.installed
+	PYTHONPATH=tests $(SITE)/venv/bin/python docs/scripts/website.py
+	NO_MKDOCS_2_WARNING=1 $(SITE)/venv/bin/mkdocs build --config-file $(SITE)/mkdocs.yml
+	@echo "open $(SITE)/site/index.html; for its search: python3 -m http.server --directory $(SITE)/site"
 
 # 100 kills took 25 minutes on two busy cores.
 KILLS ?= 100

@@ -167,6 +167,7 @@ def _text(thing: object) -> str:
     """Return a docstring as Markdown: entries of Args and Raises become list items."""
     text = inspect.cleandoc(thing.__doc__ or "")
     text = re.sub(r"^    ([*\w]+):", r"- `\1`:", text, flags=re.MULTILINE)
+    text = re.sub(r"^(\w+:\n)(?=- )", r"\1\n", text, flags=re.MULTILINE)
     return re.sub(r"^ {4,}", "  ", text, flags=re.MULTILINE)
 
 

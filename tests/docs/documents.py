@@ -14,6 +14,11 @@ LANGUAGES = {
     "toml": "parts of files",
     "json": "parts of files",
 }
+LINK = re.compile(
+    r"!?\[(?P<text>(?:[^\]\[]|\[[^\]]*\])*)\]"
+    r"\((?P<target>[^()\s]*(?:\([^()]*\)[^()\s]*)*)(?: \"[^\"]*\")?\)"
+)
+CODE = re.compile(r"(`+)(?:(?!\1).)+?\1")
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})(.*)$")
 
 
@@ -77,3 +82,14 @@ def without_blocks(lines: list[str]) -> list[str]:
         count = len(block.lines) + 2
         prose[first : first + count] = [""] * count
     return prose
+
+
+def mask_code(text: str) -> str:
+    """Return a document's text with code that cannot be read as links.
+
+    Fenced blocks are blanked and brackets of code spans replaced; offsets stay.
+    """
+    lines = text.split("\n")
+    prose = without_blocks(lines)
+    kept = [new or " " * len(old) for old, new in zip(lines, prose, strict=True)]
+    return CODE.sub(lambda code: re.sub(r"[\[\]()]", "x", code[0]), "\n".join(kept))

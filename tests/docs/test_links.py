@@ -8,23 +8,20 @@ import unicodedata
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from docs.documents import ROOT, documents, read, without_blocks
+from docs.documents import LINK, ROOT, documents, mask_code, read, without_blocks
 
 from megaenc import cli
 
-_LINK = re.compile(
-    r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\)[^()\s]*)*)(?: \"[^\"]*\")?\)"
-)
 _PATH = re.compile(r"`((?:megaenc|tests|docs|configs|tools|examples|benchmarks|docker)/[\w./*-]*)`")
 _HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)?$")
-_CODE = re.compile(r"(`+)(?:(?!\1).)+?\1")
 
 
 def links(name: str) -> list[tuple[int, str]]:
     """Return the targets of a document's links with the line that each begins in."""
-    text = "\n".join(without_blocks(read(name)))
-    text = _CODE.sub(lambda found: re.sub(r"[\[\]()]", "x", found[0]), text)
-    return [(text.count("\n", 0, found.start()) + 1, found[1]) for found in _LINK.finditer(text)]
+    text = mask_code("\n".join(read(name)))
+    return [
+        (text.count("\n", 0, found.start()) + 1, found["target"]) for found in LINK.finditer(text)
+    ]
 
 
 def anchors(name: str) -> set[str]:
