@@ -116,7 +116,7 @@ reference: $(INSTALLED)
 
 # The tools that build the site have an environment of their own, so that the package's does not change.
 $(SITE)/venv/.installed: pyproject.toml
-	$(PYTHON) -m venv $(SITE)/venv
+	$(or $(PYTHON),python3) -m venv $(SITE)/venv
 	$(SITE)/venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"] \
 	  ["optional-dependencies"]["docs"])' | xargs $(SITE)/venv/bin/pip install --quiet --disable-pip-version-check
 	@touch $@

@@ -83,7 +83,7 @@ def read_ladder_runs(
     """
     result: dict[str, LadderRun] = {}
     for path in manifest.ladder.points:
-        for point in _read_points(manifest.data_dir / path):
+        for point in _read_points(manifest.path.parent / path):
             result[point.name] = point
     for model in manifest.models:
         run = runs.get(model.name)
