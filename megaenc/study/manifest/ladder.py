@@ -102,7 +102,7 @@ class LadderEntry:
     """held-out tokens of a validation, the same for all sizes"""
     points: tuple[str, ...] = ()
     """files ladder-points.csv of earlier reports, whose runs are fitted too unless they have a
-    directory; relative to the manifest or to --data"""
+    directory; relative to the manifest"""
 
 
 @dataclass(frozen=True)
