@@ -10,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 
 import megaenc
-from megaenc.config_files import format_config_names
 from megaenc.errors import InputError, closest_match, handle_command_errors
 
 # Name, of one or two words: (module:function, description).
@@ -245,6 +244,8 @@ def format_usage(group: str = "") -> str:
             f"usage: megaenc {group} COMMAND [flags]\n\n{commands}\n\n`megaenc {group} COMMAND "
             "--help` explains the flags."
         )
+    from megaenc.flags import format_config_names  # here, as its libraries take half a second
+
     return f"""usage: megaenc COMMAND [flags]
 
 {megaenc.__doc__.strip()}

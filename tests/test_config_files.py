@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megaenc.config_files import find_config_file, list_packaged_files, suggest_config_names
 from megaenc.errors import InputError
+from megaenc.flags import find_config_file, list_packaged_files, suggest_config_names
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.training.config import read_config_file
 

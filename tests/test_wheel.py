@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import runs
 
-from megaenc.config_files import list_packaged_files
+from megaenc.flags import list_packaged_files
 from megaenc.processes import python_command
 
 BUILD = (
