@@ -166,8 +166,10 @@ def convert_connection_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = first_error_line(error, max_length=400)
-        if not isinstance(error, dist.DistNetworkError) and "gloo/transport/" not in text:
+        # If the node of the store is lost, the store cannot be told of the first error.
+        cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+        text = first_error_line(cause, max_length=400)
+        if not isinstance(cause, dist.DistNetworkError) and "gloo/transport/" not in text:
             raise
         reason = re.sub(r"^\[\S+\] |\. This is typically .*", "", text)
         raise LostConnectionError(

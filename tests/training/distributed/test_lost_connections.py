@@ -9,6 +9,7 @@ from megaenc.errors import LostConnectionError
 from megaenc.training.distributed.collectives import convert_connection_errors
 
 CLOSED = "Connection closed by peer [10.83.0.2]:35486"
+STORE = dist.DistNetworkError
 GLOO = f"[/w/gloo/transport/tcp/pair.cc:553] {CLOSED}. This is typically caused by a remote worker"
 
 
@@ -16,7 +17,7 @@ GLOO = f"[/w/gloo/transport/tcp/pair.cc:553] {CLOSED}. This is typically caused 
     ("error", "reason"),
     [
         (RuntimeError(GLOO), CLOSED),
-        (dist.DistNetworkError("failed to recv, got 0 bytes\nException raised from"), "failed to"),
+        (STORE("failed to recv, got 0 bytes\nException raised from"), "failed to"),
     ],
 )
 def test_a_lost_connection_names_rank_and_host(error, reason):
@@ -26,6 +27,16 @@ def test_a_lost_connection_names_rank_and_host(error, reason):
     place = f"rank 0 on {socket.gethostname()}: lost the connection to another rank: "
     assert line.startswith(place + reason)
     assert "typically" not in line and "\n" not in line
+
+
+@pytest.mark.parametrize(("first", "last"), [(GLOO, LostConnectionError), ("shapes", STORE)])
+def test_the_first_error_counts_if_the_store_is_lost_too(first, last):
+    with pytest.raises(last) as raised, convert_connection_errors():
+        try:
+            raise RuntimeError(first)
+        except RuntimeError:
+            raise STORE("Broken pipe")  # noqa: B904  as it comes from the store
+    assert ("Broken pipe" in str(raised.value)) == (first != GLOO)
 
 
 def test_another_error_stays_as_it_is():
