@@ -80,7 +80,7 @@ def write_sbom(output: Path) -> None:
         # pip of this environment installs it: Debian's Python has none for new ones.
         venv.create(directory, with_pip=False)
         install = ["--python", programs / "python", "install", "--quiet", WRITER]
-        subprocess.run([sys.executable, "-m", "pip", *install], check=True)
+        subprocess.run([sys.executable, "-P", "-m", "pip", *install], check=True)
         options = ["--output-reproducible", "--output-format", "JSON", "--output-file", output]
         subprocess.run(
             [programs / "cyclonedx-py", "environment", *options, sys.executable], check=True
