@@ -200,7 +200,7 @@ def expand_ladder(
     entries = []
     for depth in ladder.depths:
         size = plan_size(ladder, depth, pretrain, vocab_size)
-        for name in size.flags.keys() & pretrain.keys() - {"micro_batch_size"}:
+        for name in sorted(size.flags.keys() & pretrain.keys() - {"micro_batch_size"}):
             raise InputError(
                 f"pretrain: field `{name}`: found together with `ladder`, which sets it by size"
             )

@@ -321,7 +321,7 @@ def _build_models(
         vocab_size = build_run_config(pretrain).shape.vocab_size or vocab_size
         is_evaluated = bool(sections.finetune or sections.embed)
         ladder_sizes, ladder_entries = expand_ladder(ladder, pretrain, vocab_size, is_evaluated)
-        for size in sizes.keys() & ladder_sizes.keys():
+        for size in sorted(sizes.keys() & ladder_sizes.keys()):
             raise InputError(f"sizes: field `{size}`: found a size of `ladder`, expected another")
         sizes |= ladder_sizes
         entries += ladder_entries

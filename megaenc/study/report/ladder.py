@@ -347,28 +347,27 @@ def _draw_envelope(fit: LadderFit, style: tuple[str, str]) -> Iterator[FigureLin
 def _draw_parabolas(fit: LadderFit) -> Iterator[FigureLine]:
     """Yield the points of each budget, and its parabola if it has a minimum."""
     indices = budget_indices(np.array([point.flops for point in fit.points]))
-    labels = [f"{flops:.1e} FLOPs" for flops in _geometric_means(fit.points, indices)]
-    for index, (label, style) in enumerate(assign_styles(labels).items()):
-        points = [point for point, own in zip(fit.points, indices, strict=True) if own == index]
+    logs = np.log([point.flops for point in fit.points])
+    budgets = {}
+    for index in range(indices.max() + 1):
+        label = _format_budget(np.exp(logs[indices == index].mean()))
+        budgets[label] = [fit.points[run] for run in np.flatnonzero(indices == index)]
+    styles = assign_styles(list(budgets))
+    for label, points in budgets.items():
         places = tuple(FigurePoint(point.parameters, point.loss) for point in points)
-        sizes = np.log([point.parameters for point in points])
-        curve = ()
-        if len(set(sizes)) > 2:
-            parabola = np.polynomial.Polynomial.fit(sizes, [point.loss for point in points], 2)
-            square = parabola.convert().coef[2]
-            minimum = parabola.deriv().roots()[0]
-            if square > 0 and sizes.min() <= minimum <= sizes.max():
-                grid = np.linspace(sizes.min(), sizes.max(), _CURVE_POINTS)
-                curve = tuple(
-                    FigurePoint(float(np.exp(x)), float(loss))
-                    for x, loss in zip(grid, parabola(grid), strict=True)
-                )
-        yield FigureLine(label, *style, places, joined=False)
-        if curve:
-            yield FigureLine(label, style[0], "", curve, labelled=False)
+        yield FigureLine(label, *styles[label], places, joined=False)
+    if not fit.optima:
+        return
+    optima = fit.optima[0]
+    for index, flops in enumerate(optima.flops):
+        label = _format_budget(flops)
+        trained = [point.parameters for point in budgets[label]]
+        sizes = np.geomspace(min(trained), max(trained), _CURVE_POINTS)
+        distances = np.log(sizes / optima.parameters[index])
+        losses = optima.losses[index] + optima.curvatures[index] * distances**2
+        curve = tuple(map(FigurePoint, sizes.tolist(), losses.tolist()))
+        yield FigureLine(label, styles[label][0], "", curve, labelled=False)
 
 
-def _geometric_means(points: Sequence[ScalingPoint], indices: np.ndarray) -> list[float]:
-    """Return the geometric mean of the FLOPs of each budget, ascending."""
-    logs = np.log([point.flops for point in points])
-    return [float(np.exp(logs[indices == index].mean())) for index in range(indices.max() + 1)]
+def _format_budget(flops: float) -> str:
+    return f"{flops:.1e} FLOPs"

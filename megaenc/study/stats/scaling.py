@@ -107,7 +107,7 @@ class ScalingLaw:
 
 @dataclass(frozen=True)
 class IsoFlopOptima:
-    """Size, tokens and loss at the minimum of each budget's parabola.
+    """Minimum and curvature of each budget's parabola.
 
     Each field but `flops` is float[M] for M budgets, or float[M, K] for K resamples, with NaN if a
     resample has no minimum. Exponents are NaN with fewer than two budgets.
@@ -118,6 +118,8 @@ class IsoFlopOptima:
     parameters: np.ndarray
     tokens: np.ndarray
     losses: np.ndarray
+    curvatures: np.ndarray
+    """rise of the loss above the minimum over the squared distance in log size"""
 
     @property
     def parameters_exponent(self) -> float | np.ndarray:
@@ -371,8 +373,8 @@ def _fit_parabola(
         losses: float[n], or float[n, K] for K resamples.
 
     Returns:
-        Parameters, tokens and loss at the minimum, float[3] or float[3, K], NaN without a minimum;
-        and the fitted losses.
+        Parameters, tokens and loss at the minimum, and the curvature, float[4] or float[4, K], NaN
+        without a minimum; and the fitted losses.
     """
     origin = sizes.mean()
     design = np.vander(sizes - origin, 3)
@@ -386,6 +388,7 @@ def _fit_parabola(
                 np.exp(origin + place),
                 np.exp(token_origin + token_slope * place),
                 constant + slope * place / 2,
+                square,
             ]
         )
     return optimum, design @ np.stack([square, slope, constant])
