@@ -151,6 +151,7 @@ def test_minima_and_exponents_of_parabolas():
     assert optima.parameters == pytest.approx(sizes)
     assert optima.tokens == pytest.approx(BUDGETS / sizes / 6)
     assert optima.losses == pytest.approx([3, 2.6, 2.2])
+    assert optima.curvatures == pytest.approx([0.1] * 3)
     assert optima.parameters_exponent == pytest.approx(0.4, rel=0.01)
     assert optima.tokens_exponent == pytest.approx(0.6, rel=0.01)
 
